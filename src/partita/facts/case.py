@@ -1,0 +1,212 @@
+"""Case: what every room of a layout is given.
+
+``account`` folds the rooms' divisions into it: which rank holds what, how long the padded sequence is, and how often each
+unit runs.  The type lives here because rooms may not import the plan that fills it in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from partita.facts.layout import Layout
+from partita.facts.mesh import EVERY, Coordinate, Mesh, Ranks
+from partita.facts.model import Model, Parameter
+from partita.facts.precision import Precision
+from partita.facts.work import Training
+
+
+@dataclass(frozen=True)
+class Split:
+    """One room's division of one tensor: ``dim`` over the flattened ``axis``, in chunks of ceil(n / ranks).
+
+    That is torch.chunk's rule, and DTensor's: the last chunks may be short or empty.  ``store_padded``: the local storage
+    holds the whole chunk even where it is short.  ``zigzag``: 2n chunks, of which rank i holds i and 2n-1-i.
+    """
+
+    owner: str
+    axis: tuple[str, ...]
+    dim: int
+    zigzag: bool = False
+    store_padded: bool = False
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter (or, by pattern, that of ``count`` alike blocks) as the rooms divide it: splits nest, left to right."""
+
+    parameter: Parameter
+    count: int = 1
+    splits: tuple[Split, ...] = ()
+    at: Ranks = EVERY
+
+    def local_shape(self, mesh: Mesh, coordinate: Coordinate, padded: bool = False) -> tuple[int, ...]:
+        """Shape of the local tensor; ``padded``: of its storage."""
+        shape = list(self.parameter.shape)
+        for s in self.splits:
+            i, n = mesh.index(coordinate, *s.axis), shape[s.dim]
+            chunk = math.ceil(n / mesh.size(*s.axis))
+            shape[s.dim] = chunk if padded and s.store_padded else min(chunk, max(0, n - i * chunk))
+        return tuple(shape)
+
+    def elements(self, mesh: Mesh, coordinate: Coordinate, padded: bool = False) -> int:
+        """Local elements of one of the ``count`` parameters."""
+        return math.prod(self.local_shape(mesh, coordinate, padded))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Axes over which the parameter lies in shards."""
+        return tuple(a for s in self.splits for a in s.axis)
+
+    def split_by(self, owner: str) -> Split | None:
+        return next((s for s in self.splits if s.owner == owner), None)
+
+
+@dataclass(frozen=True)
+class Unit:
+    """A run of alike units on the same ranks: its name (``blocks.0..31``), its parameters, and how often each of its
+    passes runs in a step, per unit."""
+
+    name: str
+    count: int
+    held: tuple[Held, ...]
+    forward: int
+    backward: int
+    replay: int = 0
+    at: Ranks = EVERY
+
+    @property
+    def is_blocks(self) -> bool:
+        return self.name.startswith("blocks")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What runs as one call, the whole model or one stage: its units, and the ranks that hold them."""
+
+    index: int
+    units: tuple[str, ...]
+    at: Ranks = EVERY
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Bytes of an object that are alive between two moments of a step, on ``ranks`` (both moments included).
+
+    Moments are ``("forward", unit)``, ``("loss", "")``, ``("backward", unit)`` and ``("step", "")``; see ``plan.peak``.
+    """
+
+    owner: str
+    object: str
+    unit: str
+    begin: tuple[str, str]
+    end: tuple[str, str]
+    dtype: str
+    bytes: int
+    why: str
+    ranks: Ranks = EVERY
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout of a model for a piece of work, divided.  ``precision`` is as the rooms store it."""
+
+    model: Model
+    layout: Layout
+    mesh: Mesh
+    work: Training
+    precision: Precision
+    units: tuple[Unit, ...] = ()
+    streams: dict[str, tuple[Split, ...]] = field(default_factory=dict, hash=False)
+    parts: tuple[Part, ...] = ()
+    actions: dict[int, tuple[str, ...]] | None = field(default=None, hash=False)
+
+    @property
+    def held(self) -> Iterator[Held]:
+        return (h for u in self.units for h in u.held)
+
+    @cached_property
+    def by_name(self) -> dict[str, Held]:
+        """Held parameters under their own global names (patterns resolved)."""
+        out = {}
+        for unit in self.units:
+            for h in unit.held:
+                for name in names_of(unit.name, h.parameter.name):
+                    out[name] = h
+        return out
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one data rank in a step."""
+        return max(1, self.work.global_batch // (self.layout.dp * self.layout.mb))
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """Axes over which gradients sum and state shards."""
+        return self.mesh.live("dp", "cp")
+
+    @property
+    def sequence(self) -> int:
+        """Positions that really run: the batch is padded at the input to what every split of the sequence divides."""
+        multiple, ranks = 1, 1
+        for s in self.streams.get("residual", ()):
+            if s.dim == 1:
+                size = self.mesh.size(*s.axis)
+                multiple = math.lcm(multiple, ranks * size * (2 if s.zigzag else 1))
+                ranks *= size
+        return math.ceil(self.work.sequence / multiple) * multiple
+
+    @property
+    def tokens(self) -> int:
+        """Positions of one micro-batch on one rank, before sequence parallelism cuts them."""
+        return self.layout.mb * self.sequence // self.layout.cp
+
+    @cached_property
+    def cuts(self) -> dict[str, set[int]]:
+        """Indices along each axis at which some parameter's local length changes (for ``Mesh.fold``)."""
+        out: dict[str, set[int]] = {}
+        for shape, splits in {(h.parameter.shape, h.splits) for h in self.held}:
+            lengths = {dim: {n} for dim, n in enumerate(shape)}
+            for s in splits:
+                lengths[s.dim] = self._cut(s, lengths[s.dim], out)
+        if len(self.parts) > 1:
+            out["pp"] = set(range(self.mesh.size("pp")))
+        return out
+
+    def _cut(self, split: Split, lengths: set[int], out: dict[str, set[int]]) -> set[int]:
+        """Note where chunks of ``lengths`` change along the split's axes; return the chunk lengths that occur."""
+        axes, size = self.mesh.live(*split.axis), self.mesh.size(*split.axis)
+        left: set[int] = set()
+        for n in lengths:
+            chunk = math.ceil(n / size)
+            whole = n // chunk if chunk else 0
+            rest = n - whole * chunk
+            left |= {x for x in (chunk if whole else 0, rest) if x}
+            for i in (whole, whole + 1) if rest else (whole,):
+                if not 0 < i < size:
+                    continue
+                if len(axes) == 1:
+                    out.setdefault(axes[0], set()).add(i)
+                else:
+                    # The flattened index i falls inside a row of the slower axis: every index may matter.
+                    for a in axes:
+                        out.setdefault(a, set()).update(self._edges(axes, a, i))
+        return left
+
+    def _edges(self, axes: tuple[str, ...], axis: str, flat: int) -> set[int]:
+        """Indices along ``axis`` next to the flattened index ``flat`` of ``axes``."""
+        inner = math.prod(self.mesh.size(a) for a in axes[axes.index(axis) + 1 :])
+        i = flat // inner % self.mesh.size(axis)
+        return {i, i + 1}
+
+
+def names_of(unit: str, pattern: str) -> Iterator[str]:
+    """The global names that a pattern stands for in a unit such as ``blocks.4..7``."""
+    if "*" not in pattern:
+        yield pattern
+        return
+    lo, _, hi = unit.partition(".")[2].partition("..")
+    for i in range(int(lo), int(hi or lo) + 1):
+        yield pattern.replace("*", str(i), 1)

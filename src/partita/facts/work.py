@@ -1,0 +1,44 @@
+"""Work: what the user wants done with a model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from partita.facts.errors import BadInput
+from partita.facts.precision import PRESETS, Precision
+
+OPTIMIZERS = {"adamw": 2, "sgd": 1}  # tensors of optimizer state per parameter
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training step's terms, and how many steps.
+
+    ``global_batch`` in sequences, ``sequence`` in tokens, ``clip``: the largest global gradient norm (None: the norm is
+    neither measured nor clipped).  ``momentum`` is SGD's; without it SGD keeps no state.
+    """
+
+    global_batch: int
+    sequence: int
+    precision: Precision = field(default_factory=lambda: PRESETS["bf16-master"])
+    optimizer: str = "adamw"
+    momentum: float = 0.9
+    clip: float | None = 1.0
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("global_batch", "sequence"):
+            if getattr(self, name) < 1:
+                raise BadInput(f"{name.replace('_', ' ')} is {getattr(self, name)}, and must be at least 1")
+        if self.optimizer not in OPTIMIZERS:
+            raise BadInput(f"optimizer {self.optimizer!r} is not known; what works: {', '.join(OPTIMIZERS)}")
+
+    @property
+    def moments(self) -> int:
+        """Tensors of optimizer state per parameter."""
+        return 0 if self.optimizer == "sgd" and not self.momentum else OPTIMIZERS[self.optimizer]
+
+    @property
+    def scalars(self) -> int:
+        """Scalars of optimizer state per parameter: AdamW's step counter."""
+        return 1 if self.optimizer == "adamw" else 0
