@@ -58,7 +58,7 @@ def sum_over_mesh(rank: int, world: int, swapped: bool) -> tuple[list[float], li
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     local = torch.tensor([float(10**rank)])
     down = DTensor.from_local(local, mesh, [Partial(), Replicate()]).redistribute(mesh, [Replicate(), Replicate()])
-    across = DTensor.from_local(local, mesh, [Replicate(), Partial()]) + 0.0
+    across = DTensor.from_local(local, mesh, [Replicate(), Partial()]) * 1.0
     return down.to_local().tolist(), across.full_tensor().tolist()
 
 
