@@ -11,8 +11,10 @@ import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from partita.facts.errors import BadInput
 
-class UnknownModel(ValueError):
+
+class UnknownModel(BadInput):
     """A model that cannot be described; the message is one sentence for the user."""
 
 
@@ -100,7 +102,7 @@ def span_name(first: int, end: int) -> str:
 class Model:
     """A decoder language model, as its ``config.json`` describes it.
 
-    ``mlp`` is ``swiglu`` (three matrices) or ``gelu``/``relu`` (two); ``positions`` is ``rope``,
+    ``mlp`` is ``swiglu`` (three matrices) or ``gelu``/``relu``/``relu2`` (two); ``positions`` is ``rope``,
     ``learned`` or ``alibi``; ``norm`` is ``rmsnorm`` or ``layernorm``.  ``runs`` says whether the decoder
     in ``partita.model`` executes this family; the others are for prediction only.  A model given as a bare
     parameter count has no ``layers`` and one flat parameter.
@@ -194,7 +196,8 @@ class Model:
         tie = "head.weight" if self.tied else None
         out = [Parameter("embed.weight", (self.vocab, self.hidden), "embedding", "first", tie)]
         if self.positions == "learned":
-            out.append(Parameter("positions.weight", (self.position_rows or self.max_positions, self.hidden), "position", "first"))
+            rows = self.position_rows or self.max_positions
+            out.append(Parameter("positions.weight", (rows, self.hidden), "position", "first"))
         return tuple(out + (self._norm("embed_norm", self.hidden, "first") if self.embed_norm else []))
 
     def _block(self) -> tuple[Parameter, ...]:
@@ -215,3 +218,30 @@ class Model:
     def _last(self) -> tuple[Parameter, ...]:
         out = self._norm("norm", self.hidden, "last")
         return tuple(out if self.tied else [*out, Parameter("head.weight", (self.vocab, self.hidden), "head", "last")])
+
+
+def counted(name: str, total: int, active: int = 0, family: str = "bare") -> Model:
+    """A model known by its parameter count alone (``active``: per token, where it routes to experts).
+
+    Raises:
+        UnknownModel: a count below 1, or more active parameters than there are.
+    """
+    if total < 1:
+        raise UnknownModel(f"{name}: {total} parameters is no model; a count of at least 1 such as 7.5B works.")
+    if active > total or active < 0:
+        raise UnknownModel(f"{name}: {active:,} active parameters of {total:,}; active parameters are 1 to the total.")
+    return Model(
+        name=name,
+        family=family,
+        layers=0,
+        hidden=0,
+        ffn=0,
+        heads=0,
+        kv_heads=0,
+        head_dim=0,
+        vocab=0,
+        max_positions=0,
+        runs=False,
+        total=total,
+        active=active,
+    )
