@@ -65,6 +65,14 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Division:
+    """What one room divides: parameters by pattern, and named activations (``residual``, ``logits``)."""
+
+    parameters: dict[str, Split] = field(default_factory=dict)
+    streams: dict[str, Split] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Unit:
     """A run of alike units on the same ranks: its name (``blocks.0..31``), its parameters, and how often each of its
     passes runs in a step, per unit."""
@@ -92,32 +100,52 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Alive:
-    """Bytes of an object that are alive between two moments of a step, on ``ranks`` (both moments included).
+class Moment:
+    """A point of a step: ``start``, ``forward`` or ``backward`` of a unit, ``loss``, ``step`` (the optimizer), ``end``.
 
-    Moments are ``("forward", unit)``, ``("loss", "")``, ``("backward", unit)`` and ``("step", "")``; see ``plan.peak``.
+    ``offset`` moves it by whole units, in the order in which they run: ``Moment("forward", -1)`` is the forward of the unit
+    before.
+    """
+
+    kind: str
+    offset: int = 0
+
+
+START, LOSS, STEP, END = (Moment(kind) for kind in ("start", "loss", "step", "end"))
+FORWARD, BACKWARD, LAST_BACKWARD = Moment("forward"), Moment("backward"), Moment("step", -1)
+
+
+@dataclass(frozen=True)
+class Alive:
+    """Bytes of an object that are alive from one moment of a step to another (both included).
+
+    With a ``unit`` that is a run of blocks, each block has these bytes between its own moments.  Without one, the bytes are
+    there once, and the moments must not name a unit.  ``plan.peak`` finds where the sum is largest.
     """
 
     owner: str
     object: str
     unit: str
-    begin: tuple[str, str]
-    end: tuple[str, str]
+    begin: Moment
+    end: Moment
     dtype: str
     bytes: int
     why: str
-    ranks: Ranks = EVERY
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of a model for a piece of work, divided.  ``precision`` is as the rooms store it."""
+    """A layout of a model for a piece of work, divided.  ``precision`` is as the rooms store it.
+
+    ``kernels`` is the kernel set that decides which activations are saved: ``cpu`` (eager) or ``cuda`` (fused).
+    """
 
     model: Model
     layout: Layout
     mesh: Mesh
     work: Training
     precision: Precision
+    kernels: str = "cpu"
     units: tuple[Unit, ...] = ()
     streams: dict[str, tuple[Split, ...]] = field(default_factory=dict, hash=False)
     parts: tuple[Part, ...] = ()

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from partita.facts.mesh import EVERY, Coordinate, Mesh, Ranks
 
 MEMORY_PHASES = ("persistent", "init", "load", "forward", "backward", "step", "save")
-TRAFFIC_PHASES = ("init", "forward", "backward", "step", "save", "control")
+TRAFFIC_PHASES = ("init", "early", "forward", "backward", "step", "save")
 
 # What one rank of r sends for a payload of one byte (Thakur et al. 2005, section 4: ring and pairwise algorithms).
 LINK_SHARE: dict[str, Callable[[int], float]] = {

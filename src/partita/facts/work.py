@@ -15,13 +15,18 @@ class Training:
     """One training step's terms, and how many steps.
 
     ``global_batch`` in sequences, ``sequence`` in tokens, ``clip``: the largest global gradient norm (None: the norm is
-    neither measured nor clipped).  ``momentum`` is SGD's; without it SGD keeps no state.
+    neither measured nor clipped).  ``momentum`` is SGD's; without it SGD keeps no state.  ``weight_decay`` applies to
+    matrices alone.
     """
 
     global_batch: int
     sequence: int
     precision: Precision = field(default_factory=lambda: PRESETS["bf16-master"])
     optimizer: str = "adamw"
+    lr: float = 3e-4
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
     momentum: float = 0.9
     clip: float | None = 1.0
     tokens: int | None = None

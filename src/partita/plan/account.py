@@ -1,0 +1,82 @@
+"""Account: layout -> ledger.
+
+Folds the rooms' divisions, in their order, into one case; says how often every unit runs; asks each room for its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from partita.facts.case import Case, Held, Part, Split, Unit
+from partita.facts.errors import Refused
+from partita.facts.layout import Layout
+from partita.facts.ledger import Ledger
+from partita.facts.mesh import Mesh
+from partita.facts.model import Model
+from partita.facts.work import Training
+from partita.plan.peak import transients
+from partita.strategies.order import Predict, predictors, unclaimed
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Account:
+    """A layout, divided and priced."""
+
+    case: Case
+    ledger: Ledger
+    rooms: tuple[str, ...]
+
+
+def account(model: Model, layout: Layout, work: Training, kernels: str = "cpu") -> Account:
+    """Price a layout.  Raises ``Refused`` with every room's reason."""
+    rooms = predictors(layout)
+    case = case_of(model, layout, work, rooms, kernels)
+
+    def ask(question: Callable[[Predict], Iterable[R]]) -> tuple[R, ...]:
+        return tuple(row for _, room in rooms for row in question(room))
+
+    alive = ask(lambda room: room.alive(case))
+    ledger = Ledger(
+        case.mesh,
+        ask(lambda room: room.memory(case)) + tuple(transients(case, alive)),
+        tuple(t for t in ask(lambda room: room.traffic(case)) if t.axis and t.count),
+        tuple(g for g in ask(lambda room: room.gradients(case)) if g.axis),
+    )
+    return Account(case, ledger, tuple(name for name, _ in rooms))
+
+
+def case_of(
+    model: Model, layout: Layout, work: Training, rooms: list[tuple[str, Predict]], kernels: str = "cpu"
+) -> Case:
+    """Divide: what is held where, and how often it runs."""
+    bare = Case(model, layout, Mesh.of(layout), work, work.precision, kernels)
+    reasons = list(unclaimed(layout)) + [f"layout '{layout}': {why}" for _, room in rooms for why in room.refuse(bare)]
+    if reasons:
+        raise Refused("; ".join(reasons))
+    precision = work.precision
+    splits: dict[str, tuple[Split, ...]] = {}
+    streams: dict[str, tuple[Split, ...]] = {}
+    for _, room in rooms:
+        precision = room.store(precision)
+        division = room.divide(bare)
+        for name, split in division.parameters.items():
+            splits[name] = (*splits.get(name, ()), split)
+        for name, split in division.streams.items():
+            streams[name] = (*streams.get(name, ()), split)
+    passes = bare.micro_batches
+    units = tuple(
+        Unit(
+            span.name,
+            span.count,
+            tuple(Held(p, span.count, splits.get(p.name, ())) for p in span.parameters),
+            forward=passes,
+            backward=passes,
+        )
+        for span in model.spans
+    )
+    parts = (Part(0, tuple(u.name for u in units)),)
+    return replace(bare, precision=precision, units=units, streams=streams, parts=parts)

@@ -1,0 +1,113 @@
+"""Peak: when in a step the most bytes are alive, and what they are.
+
+A step of one micro-batch is a line of moments: forward of every unit, the loss, backward of every unit in reverse, the
+optimizer.  Rooms say what is alive between which of them; sums are linear along a run of alike blocks, so only its ends
+need to be looked at, and the cost does not grow with the number of layers.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+
+from partita.facts.case import Alive, Case, Moment
+from partita.facts.ledger import Ledger, Memory
+from partita.facts.mesh import EVERY, Coordinate
+
+
+@dataclass(frozen=True)
+class Line:
+    """The moments of a step as numbers: forward of unit u is u, the loss U, backward of u is 2U - u, the optimizer 2U + 1."""
+
+    units: tuple[tuple[str, int, int], ...]  # name, first index, count
+    total: int
+
+    @staticmethod
+    def of(case: Case) -> Line:
+        rows, at = [], 0
+        for u in case.units:
+            rows.append((u.name, at, u.count))
+            at += u.count
+        return Line(tuple(rows), at)
+
+    def candidates(self) -> Iterator[tuple[str, float, str]]:
+        """(phase, moment, its name): both ends of every run in both directions, the loss and the optimizer."""
+        for name, at, count in self.units:
+            for i in {0, min(1, count - 1), max(0, count - 2), count - 1}:
+                label = name if count == 1 else f"blocks.{int(name.partition('.')[2].partition('..')[0]) + i}"
+                yield "forward", at + i, f"forward of {label}"
+                yield "backward", 2 * self.total - (at + i), f"backward of {label}"
+        yield "forward", self.total, "the loss"
+        yield "step", 2 * self.total + 1, "the optimizer's step"
+
+    def fixed(self, moment: Moment) -> float:
+        """The number of a moment that names no unit."""
+        ends = {"start": -inf, "loss": self.total, "step": 2 * self.total + 1, "end": inf}
+        return ends[moment.kind] + moment.offset
+
+    def alive(self, item: Alive, now: float) -> int:
+        """How many of the item's units are alive at a moment."""
+        first, count = next(((at, n) for name, at, n in self.units if name == item.unit), (0, 1))
+        lo, hi = 0.0, float(count - 1)  # the indices i for which begin(i) <= now <= end(i)
+        for moment, sign in ((item.begin, 1), (item.end, -1)):
+            if moment.kind == "forward":  # number is first + i + offset: grows with i
+                edge = now - first - moment.offset
+                lo, hi = (lo, min(hi, edge)) if sign > 0 else (max(lo, edge), hi)
+            elif moment.kind == "backward":  # number is 2U - first - i + offset: falls with i
+                edge = 2 * self.total - first + moment.offset - now
+                lo, hi = (max(lo, edge), hi) if sign > 0 else (lo, min(hi, edge))
+            elif sign * (now - self.fixed(moment)) < 0:
+                return 0
+        return max(0, int(hi) - int(lo) + 1) if hi >= lo else 0
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The largest sum of live bytes of one phase on one rank."""
+
+    phase: str
+    moment: str
+    bytes: int
+
+
+def transients(case: Case, items: Iterable[Alive]) -> Iterator[Memory]:
+    """Rows of what is alive, beside the persistent rows, at the peak of each phase."""
+    line, items = Line.of(case), tuple(items)
+    best: dict[str, tuple[int, float, str]] = {}
+    for phase, now, label in line.candidates():
+        size = sum(item.bytes * line.alive(item, now) for item in items)
+        if phase not in best or size > best[phase][0]:
+            best[phase] = (size, now, label)
+    for phase, (_, now, label) in best.items():
+        for item in items:
+            number = line.alive(item, now)
+            if number and item.bytes:
+                why = f"{item.why} (at {label})"
+                size = item.bytes * number
+                yield Memory(item.owner, item.object, phase, "device", EVERY, item.dtype, size, why, item.unit)
+
+
+def peaks(ledger: Ledger, coordinate: Coordinate, tier: str = "device") -> tuple[Peak, ...]:
+    """Peak bytes of each phase on one rank: what persists, and what is alive in that phase."""
+    rows = [r for r in ledger.memory if coordinate in r.ranks and r.tier == tier]
+    always = sum(r.bytes for r in rows if r.phase == "persistent")
+    sums: dict[str, int] = defaultdict(int)
+    moment: dict[str, str] = {}
+    for r in rows:
+        if r.phase != "persistent":
+            sums[r.phase] += r.bytes
+            if "(at " in r.why:
+                moment[r.phase] = r.why.rpartition("(at ")[2].rstrip(")")
+    return tuple(Peak(phase, moment.get(phase, phase), always + extra) for phase, extra in sums.items())
+
+
+def highest(ledger: Ledger, coordinate: Coordinate, tier: str = "device") -> Peak:
+    """The phase with the highest peak."""
+    found = peaks(ledger, coordinate, tier)
+    return (
+        max(found, key=lambda p: p.bytes)
+        if found
+        else Peak("persistent", "always", ledger.persistent_bytes(coordinate))
+    )

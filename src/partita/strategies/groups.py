@@ -1,0 +1,42 @@
+"""The torch side of a mesh: process groups by axis, passed as an argument and never global."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from partita.facts.mesh import Mesh
+
+
+class Groups:
+    """``groups["dp"]`` and ``groups["dp", "cp"]`` are device meshes of one dim; several meshes can live in one process.
+
+    Every rank must make it, and every first use of an axis, in the same order.
+    """
+
+    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
+        self.mesh = mesh
+        sizes, names = tuple(n for _, n in mesh.sizes), mesh.names
+        self.root: DeviceMesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+        self._flat: dict[tuple[str, ...], DeviceMesh] = {}
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def coordinate(self) -> dict[str, int]:
+        return self.mesh.coordinate(self.rank)
+
+    def __getitem__(self, axes: str | tuple[str, ...]) -> DeviceMesh:
+        names = (axes,) if isinstance(axes, str) else axes
+        live = self.mesh.live(*names) or self.mesh.atoms(*names)[:1]
+        if len(live) == 1:
+            return self.root[live[0]]
+        if live not in self._flat:
+            self._flat[live] = self.root[live]._flatten("_".join(live))
+        return self._flat[live]
+
+    def group(self, *axes: str) -> dist.ProcessGroup | None:
+        """The process group along ``axes``; None where they have one rank."""
+        return self[axes].get_group() if self.mesh.live(*axes) else None

@@ -1,0 +1,132 @@
+"""What one step keeps for backward, tensor by tensor, and the gradients on their way.
+
+The inventory follows the decoder line by line, for two kernel sets: ``cpu`` (eager: a norm is several operations and keeps
+its widened input and the normalised value) and ``cuda`` (fused norms and flash attention; not verified on a device here).
+Sizes are elements per token; Korthikanti et al. 2022, section 4, counts in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from partita.facts.case import BACKWARD, FORWARD, LAST_BACKWARD, LOSS, START, STEP, Alive, Case, Moment
+from partita.facts.model import Model
+from partita.facts.precision import ITEM_BYTES
+
+LOSS_CHUNK_BYTES = 32 * 2**20
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One saved tensor: its name, elements per token, and bytes of an element."""
+
+    name: str
+    per_token: int
+    item: int
+
+
+def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, kind: str) -> list[Saved]:
+    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output."""
+    wide = max(4, item)
+    statistics = numbers * (2 if kind == "layernorm" else 1)
+    if kernels == "cpu" and kind == "rmsnorm":
+        return [
+            Saved(f"{name} input, widened", width, wide),
+            Saved(f"{name} 1/rms", statistics, wide),
+            Saved(f"{name} normalised", width, wide),
+        ]
+    return [Saved(f"{name} input", width, item), Saved(f"{name} statistics", statistics, wide)]
+
+
+def block_saved(model: Model, item: int, kernels: str) -> list[Saved]:
+    """What backward needs of one block, per token."""
+    h, f, q, kv = model.hidden, model.ffn, model.q_width, model.kv_width
+    out = saved_by_norm("attn_norm", h, 1, item, kernels, model.norm) + [Saved("attn_norm output", h, item)]
+    if model.qk_norm:
+        out += saved_by_norm("q_norm", q, model.heads, item, kernels, "rmsnorm")
+        out += saved_by_norm("k_norm", kv, model.kv_heads, item, kernels, "rmsnorm")
+    out += [Saved("q", q, item), Saved("k", kv, item), Saved("v", kv, item), Saved("attention output", q, item)]
+    out += [Saved("log-sum-exp", model.heads, max(4, item))]
+    out += saved_by_norm("mlp_norm", h, 1, item, kernels, model.norm) + [Saved("mlp_norm output", h, item)]
+    if model.mlp == "swiglu":
+        out += [Saved(n, f, item) for n in ("gate", "silu(gate)", "up", "product")]
+    else:
+        out += [Saved("up", f, item)] if model.mlp == "relu" else [Saved("up", f, item), Saved("gelu(up)", f, item)]
+    return out
+
+
+def last_saved(model: Model, item: int, kernels: str) -> list[Saved]:
+    """Final norm and loss, without the logits."""
+    out = saved_by_norm("norm", model.hidden, 1, item, kernels, model.norm) + [Saved("norm output", model.hidden, item)]
+    return [*out, Saved("normalisers of the loss", 1, max(4, item)), Saved("targets", 1, 8)]
+
+
+def bytes_of(saved: list[Saved], tokens: int) -> int:
+    return tokens * sum(s.per_token * s.item for s in saved)
+
+
+def alive(case: Case) -> Iterator[Alive]:
+    yield from _activations(case)
+    yield from _weight_copies(case)
+    yield from _gradients(case)
+
+
+def _activations(case: Case) -> Iterator[Alive]:
+    model, tokens, dtype = case.model, case.tokens, case.precision.compute
+    item = ITEM_BYTES[dtype]
+
+    def row(name: str, unit: str, begin: Moment, end: Moment, size: int, why: str) -> Alive:
+        return Alive("step", name, unit, begin, end, dtype, size, why)
+
+    block = bytes_of(block_saved(model, item, case.kernels), tokens)
+    for unit in case.units:
+        if unit.is_blocks:
+            yield row("activations", unit.name, FORWARD, BACKWARD, block, "tensors that backward needs, per block")
+            width = 3 * model.ffn + 2 * model.hidden
+            why = "gradients of activations inside the block"
+            yield row("temporaries", unit.name, BACKWARD, BACKWARD, tokens * width * item, why)
+    last = bytes_of(last_saved(model, item, case.kernels), tokens)
+    yield row("activations", "last", FORWARD, BACKWARD, last, "final norm and loss")
+    logits = tokens * model.vocab * item
+    yield row(
+        "logits", "last", FORWARD, BACKWARD, logits, "one row of the vocabulary per token; its gradient takes its place"
+    )
+    chunk = min(max(4, item) * tokens * model.vocab, LOSS_CHUNK_BYTES)
+    yield row("temporaries", "", LOSS, LOSS, chunk, "one chunk of the loss, widened")
+
+
+def _weight_copies(case: Case) -> Iterator[Alive]:
+    """Autocast keeps the cast copy of a matrix until its backward."""
+    if not case.precision.autocast:
+        return
+    item = ITEM_BYTES[case.precision.compute]
+    for unit in case.units:
+        size = item * sum(h.parameter.elements for h in unit.held if len(h.parameter.shape) == 2)
+        if unit.name == "first":
+            size = 0
+        if size:
+            why = "weights cast by autocast"
+            yield Alive("step", "cast weights", unit.name, FORWARD, BACKWARD, case.precision.compute, size, why)
+
+
+def _gradients(case: Case) -> Iterator[Alive]:
+    """Gradients as their owner keeps them, from a unit's backward until the optimizer has stepped (there they are rows of
+    phase ``step``)."""
+    dtype = case.precision.gradients
+    item, origin = ITEM_BYTES[dtype], dict.fromkeys(case.mesh.names, 0)
+    begin = BACKWARD if case.micro_batches == 1 else START
+    for unit in case.units:
+        size = item * sum(h.elements(case.mesh, origin, padded=True) for h in unit.held)
+        why = "as the rank that owns them keeps them"
+        yield Alive("step", "gradients", unit.name, begin, LAST_BACKWARD, dtype, size, why)
+    if case.model.tied:
+        head = next(h for u in case.units for h in u.held if h.parameter.tie)
+        size = head.parameter.elements * ITEM_BYTES[case.precision.gathered]
+        why = "the head's part of a tied gradient, waiting for the embedding's"
+        yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
+    if case.precision.master:
+        wide = sum(h.count * h.elements(case.mesh, origin) for h in case.held) * ITEM_BYTES[case.precision.master]
+        yield Alive(
+            "step", "temporaries", "", STEP, STEP, case.precision.master, wide, "gradients widened for the master"
+        )

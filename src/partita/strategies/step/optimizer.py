@@ -1,0 +1,84 @@
+"""The optimizer of a step: torch's AdamW or SGD, over the parameters or over a float32 master copy of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from partita.facts.precision import Precision
+from partita.facts.work import Training
+
+Named = list[tuple[str, nn.Parameter]]
+
+
+def build(named: Named, work: Training, precision: Precision) -> Any:
+    """An optimizer over parameters under their global names; weight decay on matrices alone."""
+    if precision.master is None:
+        return _plain(named, work)
+    return MasterOptimizer(named, work, getattr(torch, precision.master))
+
+
+def _plain(named: Named, work: Training) -> torch.optim.Optimizer:
+    decayed = [p for _, p in named if p.dim() >= 2]
+    rest = [p for _, p in named if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": work.weight_decay}, {"params": rest, "weight_decay": 0.0}]
+    groups = [g for g in groups if g["params"]]
+    if work.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=work.lr, momentum=work.momentum)
+    # The fused kernel makes no temporaries, and takes the same step on a shard as on the whole.
+    return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+
+class MasterOptimizer:
+    """Updates a wider copy of each 16-bit parameter and rounds the result back (mixed precision training, arXiv
+    1710.03740, section 3.1).
+
+    ``state`` and ``param_groups`` are the inner optimizer's, over the master copies; ``masters`` maps each parameter to its
+    copy.
+    """
+
+    def __init__(self, named: Named, work: Training, dtype: torch.dtype) -> None:
+        self.named = named
+        self.masters = {p: nn.Parameter(p.detach().to(dtype, copy=True)) for _, p in named}
+        self.inner = _plain([(n, self.masters[p]) for n, p in named], work)
+
+    @property
+    def state(self) -> Any:
+        return self.inner.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.inner.param_groups
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+        """Widen every gradient, step, round back."""
+        for p, master in self.masters.items():
+            master.grad = None if p.grad is None else p.grad.to(master.dtype)
+        self.inner.step(closure)
+        for p, master in self.masters.items():
+            master.grad = None
+            p.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for p in self.masters:
+            if set_to_none:
+                p.grad = None
+            elif p.grad is not None:
+                p.grad.zero_()
+
+    def state_of(self, parameter: nn.Parameter) -> dict[str, Any]:
+        """Optimizer state that belongs to a parameter."""
+        return self.inner.state[self.masters[parameter]]
+
+    def refresh(self) -> None:
+        """Take the parameters' values anew, after they were loaded."""
+        for p, master in self.masters.items():
+            master.data.copy_(p.detach())
+
+    def each(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """(global name, parameter, master)."""
+        return ((n, p, self.masters[p]) for n, p in self.named)

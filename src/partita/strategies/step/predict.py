@@ -1,0 +1,126 @@
+"""What every training step holds and sends, whatever divides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from partita.facts.case import Alive, Case, Division, Held
+from partita.facts.layout import Layout
+from partita.facts.ledger import Gradient, Memory, Traffic
+from partita.facts.mesh import EVERY, Coordinate
+from partita.facts.precision import ITEM_BYTES, Precision
+from partita.strategies.step import activations
+
+AFTER = ("ddp", "fsdp")
+WORDS = ("mb",)
+
+
+def wanted(layout: Layout) -> bool:
+    return True
+
+
+def refuse(case: Case) -> Iterator[str]:
+    """The global batch must be whole micro-batches on every data rank."""
+    layout, batch = case.layout, case.work.global_batch
+    step = layout.dp * layout.mb
+    if batch % step:
+        nearest = max(step, batch // step * step)
+        yield (
+            f"a global batch of {batch} is no multiple of dp x mb = {layout.dp} x {layout.mb} = {step};"
+            f" the nearest that works is {nearest}"
+        )
+    if case.work.precision.name == "fp16-master":
+        yield "fp16-master needs loss scaling, which no strategy here does yet; what works: bf16-master"
+    if case.model.max_positions and case.model.positions == "learned" and case.work.sequence > case.model.max_positions:
+        yield (
+            f"a sequence of {case.work.sequence} is longer than the {case.model.max_positions} learned positions of"
+            f" {case.model.name}; what works: a sequence of at most {case.model.max_positions}"
+        )
+
+
+def store(precision: Precision) -> Precision:
+    return precision
+
+
+def divide(case: Case) -> Division:
+    return Division()
+
+
+def memory(case: Case) -> Iterator[Memory]:
+    """What the composed division leaves on a rank; transients are in ``alive``."""
+    p, moments = case.precision, case.work.moments
+    rows = (
+        ("parameters", "persistent", p.weights, 1, "the elements that this rank owns"),
+        ("gradients", "step", p.gradients, 1, "one for every parameter element that this rank owns"),
+        ("master", "persistent", p.master, 1, "a wider copy, which the optimizer updates"),
+        (
+            "optimizer state",
+            "persistent",
+            p.moments,
+            moments,
+            f"{case.work.optimizer}'s moments: {moments} per parameter",
+        ),
+    )
+    owned = list(case.mesh.fold(lambda c: _owned(case, c), case.cuts, *case.mesh.names))
+    for name, phase, dtype, copies, why in rows:
+        for ranks, elements in owned:
+            if dtype and copies:
+                size = elements * ITEM_BYTES[dtype] * copies
+                yield Memory("step", name, phase, "device", ranks, dtype, size, why)
+    if case.work.scalars:
+        tensors = sum(h.count for h in case.held)
+        why = "AdamW's step counter, one tensor per parameter"
+        yield Memory("step", "optimizer scalars", "persistent", "device", EVERY, "float32", 4 * tensors, why)
+
+
+def _owned(case: Case, coordinate: Coordinate) -> int:
+    return sum(h.count * h.elements(case.mesh, coordinate) for h in case.held if coordinate in h.at)
+
+
+def alive(case: Case) -> Iterator[Alive]:
+    """Saved activations, logits, and what the optimizer makes while it steps."""
+    if not case.model.bare:
+        yield from activations.alive(case)
+
+
+def traffic(case: Case) -> Iterator[Traffic]:
+    data, mesh = case.mesh.live("dp"), case.mesh
+    if data:
+        why = "tokens that count in the global batch"
+        yield Traffic("step", "all_reduce", data, EVERY, "int64", 8, 1, "forward", None, why)
+    shown = mesh.live("pp", "dp", "cp")
+    if shown:
+        why = "the loss that is shown, always added up in float64"
+        yield Traffic("step", "all_reduce", shown, EVERY, "float64", 8, 1, "step", None, why)
+    if case.work.clip is None:
+        return
+    dtype = norm_dtype(case.precision)
+    for axis, numbers in norm_reductions(case):
+        why = f"squared gradient norm, completed over {axis}"
+        size = ITEM_BYTES[dtype] * numbers
+        yield Traffic("step", "all_reduce", (axis,), EVERY, dtype, size, 1, "step", None, why)
+
+
+def norm_dtype(precision: Precision) -> str:
+    """Norms are summed in at least float32."""
+    return "float64" if precision.gradients == "float64" else "float32"
+
+
+def norm_axes(case: Case, held: Held) -> frozenset[str]:
+    """Axes over which a parameter's squares must still be summed so that each element counts once."""
+    stages = ("pp",) if held.at.axes else ()
+    return frozenset(case.mesh.live(*held.axes, *stages))
+
+
+def norm_reductions(case: Case) -> Iterator[tuple[str, int]]:
+    """(axis, numbers in its all-reduce): one axis after another, one number for each set of axes still to sum."""
+    left = {norm_axes(case, h) for h in case.held}
+    for axis in case.mesh.names:
+        here = {s - {axis} for s in left if axis in s}
+        if here:
+            yield axis, len(here)
+        left = {s - {axis} for s in left}
+
+
+def gradients(case: Case) -> Iterator[Gradient]:
+    return iter(())
