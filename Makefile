@@ -29,9 +29,9 @@ prove-all: $(READY)
 	OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 $(BIN)/python -m tests.matrix
 
 lint: $(READY)
-	$(BIN)/ruff check
-	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
+	$(BIN)/python -m mypy
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .mypy_cache build dist
