@@ -203,7 +203,7 @@ def find_cluster(text: str) -> Cluster:
 
 def _shape(text: str, shape: str) -> tuple[int, int]:
     """``8`` is (1, 8); ``4x8`` is 4 nodes of 8 devices."""
-    match = re.fullmatch(r"(?:(\d{1,9})x)?(\d{1,9})", shape.strip().lower())
+    match = re.fullmatch(r"(?:([0-9]{1,9})x)?([0-9]{1,9})", shape.strip().lower())
     if match is None:
         raise UnknownCluster(
             f"{shape!r} in {text!r} is no number of devices; write N for one node or NODESxDEVICES, such as 8x8."
