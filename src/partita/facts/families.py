@@ -155,7 +155,7 @@ def _qwen_window(config: Config) -> int | None:
         return config.count("sliding_window")
     windowed = sum(k == "sliding_attention" for k in kinds)
     raise config.wrong(
-        f"{windowed} of its {layers} layers have a sliding window; all of them or none (use_sliding_window=false) works."
+        f"{windowed} of its {layers} layers have a sliding window; all or none (use_sliding_window=false) works."
     )
 
 

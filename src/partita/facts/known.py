@@ -40,7 +40,7 @@ class Entry:
             return counted(self.name, self.parameters, self.active, "experts")
         return model_from_config(self.config, self.name)
 
-    def keys(self) -> set[str]:
+    def names(self) -> set[str]:
         """Everything that names this model, as ``key`` writes it; a hub id also without its organisation."""
         names = {self.name, *self.aliases, *self.hub, *(h.partition("/")[2] for h in self.hub)}
         return {key(n) for n in names}
@@ -65,14 +65,14 @@ def _parse(text: str) -> Iterator[Entry]:
     table = tomllib.loads(text)
     for row in table["model"]:
         common = table["common"][row.pop("like")] if "like" in row else {}
-        lists = {k: tuple(row.pop(k, ())) for k in ("hub", "aliases")}
-        yield Entry(**lists, config={**common, **row.pop("config", {})}, **row)
+        hub, aliases = tuple(row.pop("hub", ())), tuple(row.pop("aliases", ()))
+        yield Entry(hub=hub, aliases=aliases, config={**common, **row.pop("config", {})}, **row)
 
 
 def entry(text: str) -> Entry | None:
     """The entry that ``text`` names: its name, an alias, or a hub id with or without the organisation."""
     wanted = key(text)
-    return next((e for e in entries(wanted) if wanted in e.keys()), None) if wanted else None
+    return next((e for e in entries(wanted) if wanted in e.names()), None) if wanted else None
 
 
 def near(text: str, at_most: int = 3) -> list[str]:
