@@ -223,7 +223,6 @@ CHANGERS = frozenset(
     {"append", "extend", "insert", "remove", "pop", "popitem", "clear", "update", "setdefault", "add", "discard"}
     | {"appendleft", "popleft", "sort", "reverse"}
 )
-)
 
 
 def changing_globals(name: str, tree: ast.Module) -> list[str]:
