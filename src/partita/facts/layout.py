@@ -131,9 +131,8 @@ def _value(text: str, key: str, value: str) -> object:
         ) from None
     least = 0 if key in ("shard", "etp") else 1
     if not math.isfinite(number) or number < (least if key != "bucket_mb" else 1e-6):
-        raise BadLayout(
-            f"layout {text!r} has {key}={value}, and {key} must be at least {least if key != 'bucket_mb' else 'above 0'}"
-        )
+        bound = "above 0" if key == "bucket_mb" else f"at least {least}"
+        raise BadLayout(f"layout {text!r} has {key}={value}, and {key} must be {bound}")
     return number
 
 

@@ -1,6 +1,7 @@
-"""Wraps the model in ``DistributedDataParallel``, with a hook that sums each bucket and notes its times."""
+"""Wraps the model in ``DistributedDataParallel``, with a hook that sums each bucket and notes its times.
 
-from __future__ import annotations
+Annotations are evaluated here: torch compares the hook's with the class itself.
+"""
 
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ def summing(group: dist.ProcessGroup, timeline: Timeline) -> Callable[[Any, Any]
 
 def apply(step: Step, groups: Groups, case: Case) -> None:
     group = groups["dp", "cp"].get_group()
+    step.materialise()
     timeline = Timeline()
     mb = case.layout.bucket_mb
     for i, part in enumerate(step.parts):

@@ -25,6 +25,7 @@ def apply(step: Step, groups: Groups, case: Case) -> None:
             # The root keeps its gather after forward (FSDP2's default): backward begins with it.
             reshard = not keep and module is not part
             units.append(fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard))  # type: ignore[arg-type]
+    step.materialise()
     for unit in units:
         unit.set_gradient_divide_factor(1.0)  # a sum: the loss is divided by counted tokens
         unit.set_force_sum_reduction_for_comms(True)  # float32 and bfloat16 would use PREMUL_SUM, which gloo refuses

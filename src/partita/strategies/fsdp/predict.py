@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 
 from partita.facts.case import Alive, Case, Division, Held, Split, Unit
 from partita.facts.layout import Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
-from partita.facts.mesh import Coordinate
+from partita.facts.mesh import Coordinate, Ranks
 from partita.facts.precision import ITEM_BYTES, Precision
 
 AFTER: tuple[str, ...] = ()
@@ -106,27 +107,27 @@ def alive(case: Case) -> Iterator[Alive]:
 
 
 def traffic(case: Case) -> Iterator[Traffic]:
-    shards, copies = (case.mesh.live(*a) for a in over(case))
-    p = case.precision
+    p, n = case.precision, case.mesh.size(*over(case)[0])
     for unit in wrapped(case):
-        sizes = case.mesh.fold(lambda c, u=unit: gathered_elements(case, u, c), case.cuts, "tp")  # type: ignore[misc]
+        sizes = case.mesh.fold(partial(gathered_elements, case, unit), case.cuts, "tp")
         for ranks, elements in sizes:
-            gathered, reduced = elements * ITEM_BYTES[p.gathered], elements * ITEM_BYTES[p.reduction]
+            whole, reduced = elements * ITEM_BYTES[p.gathered], elements * ITEM_BYTES[p.reduction]
+            yield from _unit_traffic(case, unit, ranks, whole, reduced, reduced // n)
 
-            def row(verb, axis, dtype, size, per_unit, phase, why, u=unit, at=ranks):  # type: ignore[no-untyped-def]
-                hidden = None if u.name == "root" and phase == "forward" else phase
-                return Traffic("fsdp", verb, axis, at, dtype, size, per_unit * u.count, phase, hidden, why, u.name)
 
-            if shards:
-                f, b = unit.forward_gathers, unit.backward_gathers
-                yield row("all_gather", shards, p.gathered, gathered, f, "forward", "parameters before use")
-                yield row("all_gather", shards, p.gathered, gathered, b, "backward", "parameters again, for backward")
-                why = "gradients, summed to their owners"
-                yield row("reduce_scatter", shards, p.reduction, reduced, 1, "backward", why)
-            if copies:
-                size = reduced // case.mesh.size(*over(case)[0])
-                why = "gradient shards, summed over the copies"
-                yield row("all_reduce", copies, p.reduction, size, 1, "backward", why)
+def _unit_traffic(case: Case, unit: Wrapped, ranks: Ranks, whole: int, reduced: int, shard: int) -> Iterator[Traffic]:
+    """Rows of one unit; ``whole``, ``reduced`` and ``shard`` in bytes of one call."""
+    p = case.precision
+    shards, copies = (case.mesh.live(*a) for a in over(case))
+    rows = (
+        ("all_gather", shards, p.gathered, whole, unit.forward_gathers, "forward", "parameters before use"),
+        ("all_gather", shards, p.gathered, whole, unit.backward_gathers, "backward", "parameters again, for backward"),
+        ("reduce_scatter", shards, p.reduction, reduced, 1, "backward", "gradients, summed to their owners"),
+        ("all_reduce", copies, p.reduction, shard, 1, "backward", "gradient shards, summed over the copies"),
+    )
+    for verb, axis, dtype, size, calls, phase, why in rows:
+        hidden = None if unit.name == "root" and phase == "forward" else phase
+        yield Traffic("fsdp", verb, axis, ranks, dtype, size, calls * unit.count, phase, hidden, why, unit.name)
 
 
 def gradients(case: Case) -> Iterator[Gradient]:

@@ -9,8 +9,8 @@ master copy) is priced here, from all of them together, because only here are th
 What it communicates.  One integer (counted tokens, over dp), one float64 (the loss that is shown), and one small vector
 for each axis over which squared norms must be completed.
 
-What limits it.  Parameters, gradients and optimizer state grow with the model, saved activations with tokens times layers,
-logits with tokens times vocabulary.
+What limits it.  Parameters, gradients and optimizer state grow with the model, saved activations with tokens times
+layers, logits with tokens times vocabulary.
 
 To keep: the sum is taken over everybody, and divided once, by the number of tokens that count.
 """

@@ -1,8 +1,8 @@
 """What one step keeps for backward, tensor by tensor, and the gradients on their way.
 
-The inventory follows the decoder line by line, for two kernel sets: ``cpu`` (eager: a norm is several operations and keeps
-its widened input and the normalised value) and ``cuda`` (fused norms and flash attention; not verified on a device here).
-Sizes are elements per token; Korthikanti et al. 2022, section 4, counts in the same way.
+The inventory follows the decoder line by line, for two kernel sets: ``cpu`` (eager: a norm is several operations and
+keeps its widened input and the normalised value) and ``cuda`` (fused norms and flash attention; not verified on a
+device here). Sizes are elements per token; Korthikanti et al. 2022, section 4, counts in the same way.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ class Saved:
 
 
 def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, kind: str) -> list[Saved]:
-    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output."""
+    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output.
+    """
     wide = max(4, item)
     statistics = numbers * (2 if kind == "layernorm" else 1)
     if kernels == "cpu" and kind == "rmsnorm":
@@ -42,13 +43,13 @@ def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, 
 def block_saved(model: Model, item: int, kernels: str) -> list[Saved]:
     """What backward needs of one block, per token."""
     h, f, q, kv = model.hidden, model.ffn, model.q_width, model.kv_width
-    out = saved_by_norm("attn_norm", h, 1, item, kernels, model.norm) + [Saved("attn_norm output", h, item)]
+    out = [*saved_by_norm("attn_norm", h, 1, item, kernels, model.norm), Saved("attn_norm output", h, item)]
     if model.qk_norm:
         out += saved_by_norm("q_norm", q, model.heads, item, kernels, "rmsnorm")
         out += saved_by_norm("k_norm", kv, model.kv_heads, item, kernels, "rmsnorm")
     out += [Saved("q", q, item), Saved("k", kv, item), Saved("v", kv, item), Saved("attention output", q, item)]
     out += [Saved("log-sum-exp", model.heads, max(4, item))]
-    out += saved_by_norm("mlp_norm", h, 1, item, kernels, model.norm) + [Saved("mlp_norm output", h, item)]
+    out += [*saved_by_norm("mlp_norm", h, 1, item, kernels, model.norm), Saved("mlp_norm output", h, item)]
     if model.mlp == "swiglu":
         out += [Saved(n, f, item) for n in ("gate", "silu(gate)", "up", "product")]
     else:
@@ -58,7 +59,7 @@ def block_saved(model: Model, item: int, kernels: str) -> list[Saved]:
 
 def last_saved(model: Model, item: int, kernels: str) -> list[Saved]:
     """Final norm and loss, without the logits."""
-    out = saved_by_norm("norm", model.hidden, 1, item, kernels, model.norm) + [Saved("norm output", model.hidden, item)]
+    out = [*saved_by_norm("norm", model.hidden, 1, item, kernels, model.norm), Saved("norm output", model.hidden, item)]
     return [*out, Saved("normalisers of the loss", 1, max(4, item)), Saved("targets", 1, 8)]
 
 
@@ -111,8 +112,8 @@ def _weight_copies(case: Case) -> Iterator[Alive]:
 
 
 def _gradients(case: Case) -> Iterator[Alive]:
-    """Gradients as their owner keeps them, from a unit's backward until the optimizer has stepped (there they are rows of
-    phase ``step``)."""
+    """Gradients as their owner keeps them, from a unit's backward until the optimizer has stepped (there they are
+    rows of phase ``step``)."""
     dtype = case.precision.gradients
     item, origin = ITEM_BYTES[dtype], dict.fromkeys(case.mesh.names, 0)
     begin = BACKWARD if case.micro_batches == 1 else START

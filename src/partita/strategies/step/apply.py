@@ -11,6 +11,7 @@ from partita.strategies.step.optimizer import build
 
 
 def apply(step: Step, groups: Groups | None, case: Case) -> None:
+    step.materialise()
     step.optimizer = build(list(step.named()), case.work, case.precision)
     if case.precision.autocast:
         device = next(step.module.parameters()).device.type

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from partita.facts.precision import Precision
 from partita.facts.work import Training
@@ -36,8 +36,8 @@ class MasterOptimizer:
     """Updates a wider copy of each 16-bit parameter and rounds the result back (mixed precision training, arXiv
     1710.03740, section 3.1).
 
-    ``state`` and ``param_groups`` are the inner optimizer's, over the master copies; ``masters`` maps each parameter to its
-    copy.
+    ``state`` and ``param_groups`` are the inner optimizer's, over the master copies; ``masters`` maps each parameter
+    to its copy.
     """
 
     def __init__(self, named: Named, work: Training, dtype: torch.dtype) -> None:
@@ -54,11 +54,11 @@ class MasterOptimizer:
         return self.inner.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Tensor] | None = None) -> None:
+    def step(self) -> None:
         """Widen every gradient, step, round back."""
         for p, master in self.masters.items():
             master.grad = None if p.grad is None else p.grad.to(master.dtype)
-        self.inner.step(closure)
+        self.inner.step()
         for p, master in self.masters.items():
             master.grad = None
             p.copy_(master)
