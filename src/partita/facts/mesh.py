@@ -28,7 +28,7 @@ UNBOUNDED = 1 << 62
 class Ranks:
     """A set of mesh coordinates: boxes of index ranges (first, end) over ``axes``, any index elsewhere.
 
-    ``Ranks()`` is every rank.
+    ``Ranks()`` is every rank, ``Ranks((), ())`` none.
     """
 
     axes: tuple[str, ...] = ()
@@ -40,15 +40,15 @@ class Ranks:
 
     def __contains__(self, coordinate: object) -> bool:
         if not self.axes:
-            return True
+            return bool(self.boxes)
         assert isinstance(coordinate, Mapping)
         return any(
             all(lo <= coordinate[a] < hi for a, (lo, hi) in zip(self.axes, box, strict=True)) for box in self.boxes
         )
 
     def __and__(self, other: Ranks) -> Ranks:
-        if not self.axes or not other.axes:
-            return other if not self.axes else self
+        if self == EVERY or other == EVERY:
+            return other if self == EVERY else self
         axes = tuple(dict.fromkeys(self.axes + other.axes))
         out = []
         for mine, theirs in itertools.product(self.boxes, other.boxes):
@@ -58,11 +58,11 @@ class Ranks:
                     ranges[a] = (max(ranges[a][0], lo), min(ranges[a][1], hi))
             if all(lo < hi for lo, hi in ranges.values()):
                 out.append(tuple(ranges[a] for a in axes))
-        return Ranks(axes, tuple(out))
+        return Ranks(axes, tuple(out)) if out else NOBODY
 
     def __str__(self) -> str:
         if not self.axes:
-            return "all"
+            return "all" if self.boxes else "none"
         return " | ".join(
             ",".join(
                 f"{a}={lo}" + (f"..{hi - 1}" if hi - lo > 1 else "") for a, (lo, hi) in zip(self.axes, b, strict=True)
@@ -73,8 +73,8 @@ class Ranks:
     @staticmethod
     def parse(text: str) -> Ranks:
         """The inverse of ``str``."""
-        if text == "all":
-            return EVERY
+        if text in ("all", "none"):
+            return EVERY if text == "all" else NOBODY
         boxes, axes = [], ()
         for part in text.split(" | "):
             words = [w.partition("=") for w in part.split(",")]
@@ -85,6 +85,7 @@ class Ranks:
 
 
 EVERY = Ranks()
+NOBODY = Ranks((), ())
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,9 @@ class Mesh:
 
     @staticmethod
     def of(layout: Layout) -> Mesh:
-        """The mesh of a layout; ``shard`` smaller than dp x cp cuts dp into copies and shards, ep into data and experts."""
+        """The mesh of a layout; ``shard`` smaller than dp x cp cuts dp into copies and shards, ep into data and
+        experts.
+        """
         dp = [("dp", layout.dp)]
         if layout.ep > 1:
             dp = [("dp.x", max(1, layout.dp // layout.ep)), ("dp.e", layout.ep)]
