@@ -14,6 +14,7 @@ from partita.facts.errors import BadInput
 
 STATES = ("ddp", "zero1", "zero2", "full_shard", "shard_grad_op")
 DEFAULT_BUCKET_MB = 25.0
+LEAST_BUCKET_MB = 1e-6  # about one byte
 
 CHOICES = {
     "state": STATES,
@@ -75,11 +76,11 @@ class Layout:
         """
         words: dict[str, str] = {}
         for word in text.split():
-            key, _, value = word.partition("=")
-            if not value:
-                key, value = ("state", key) if key in STATES else (key, "")
+            key, equals, value = word.partition("=")
+            if not equals and key in STATES:
+                key, value = "state", key
             if key in words:
-                raise BadLayout(f"layout {text!r} says {key} twice ({words[key]} and {value})")
+                raise BadLayout(f"layout {text!r} says {key} twice ({words[key]} and {value}); keep one of them")
             words[key] = value
         values = {key: _value(text, key, value) for key, value in words.items()}
         layout = replace(Layout(), **values)  # type: ignore[arg-type]
@@ -98,21 +99,17 @@ class Layout:
             elif f.name == "state":
                 out += [v]
             elif f.name == "dp" or v != getattr(default, f.name):
-                out += [f"{f.name}={v:g}" if isinstance(v, float) else f"{f.name}={v}"]
+                out += [f"{f.name}={repr(v).removesuffix('.0')}"] if isinstance(v, float) else [f"{f.name}={v}"]
         return " ".join(out)
+
+
+KEYS = tuple(f.name for f in fields(Layout))
 
 
 def _value(text: str, key: str, value: str) -> object:
     """The typed value of one word."""
-    default = {f.name: getattr(Layout(), f.name) for f in fields(Layout)}
-    if key not in default:
-        near = difflib.get_close_matches(key, [*default, *STATES], 1)
-        hint = (
-            f"; did you mean {near[0]!r}?"
-            if near
-            else f"; words are {', '.join(default)}, or a state: {', '.join(STATES)}"
-        )
-        raise BadLayout(f"layout {text!r} has an unknown word {key!r}{hint}")
+    if key not in KEYS:
+        raise BadLayout(f"layout {text!r} has an unknown word {key!r}; {_hint(key)}")
     if not value:
         raise BadLayout(f"layout {text!r} gives {key} no value; write {key}=VALUE")
     if key == "sp":
@@ -123,22 +120,45 @@ def _value(text: str, key: str, value: str) -> object:
         raise BadLayout(f"layout {text!r} has {key}={value}; what works: {', '.join(CHOICES[key])}")
     if key in CHOICES or key in FREE_TEXT:
         return value
+    return _number(text, key, value)
+
+
+def _hint(key: str) -> str:
+    """What may have been meant by an unknown word."""
+    if key in STATES:
+        return f"a state stands alone: {key}, or state={key}"
+    near = difflib.get_close_matches(key, [*KEYS, *STATES], 1)
+    return f"did you mean {near[0]!r}?" if near else f"words are {', '.join(KEYS)}, or a state: {', '.join(STATES)}"
+
+
+def _number(text: str, key: str, value: str) -> int | float:
+    """A degree, a count or a size, in plain digits."""
+    kind, example = ("number", "25") if key == "bucket_mb" else ("whole number", "2")
     try:
+        if "_" in value or not value.isascii():
+            raise ValueError(value)
         number = float(value) if key == "bucket_mb" else int(value)
     except ValueError:
         raise BadLayout(
-            f"layout {text!r} has {key}={value}, which is not a {'number' if key == 'bucket_mb' else 'whole number'}"
+            f"layout {text!r} has {key}={value}, which is not a {kind}; write it as in {key}={example}"
         ) from None
+    if key == "bucket_mb":
+        if not LEAST_BUCKET_MB <= number < math.inf:
+            raise BadLayout(
+                f"layout {text!r} has {key}={value}, and {key} must be at least {LEAST_BUCKET_MB:f}, and finite"
+            )
+        return number
     least = 0 if key in ("shard", "etp") else 1
-    if not math.isfinite(number) or number < (least if key != "bucket_mb" else 1e-6):
-        bound = "above 0" if key == "bucket_mb" else f"at least {least}"
-        raise BadLayout(f"layout {text!r} has {key}={value}, and {key} must be {bound}")
+    if number < least:
+        raise BadLayout(f"layout {text!r} has {key}={value}, and {key} must be at least {least}")
     return number
 
 
 def _fit(text: str, layout: Layout, dp_given: bool, devices: int) -> Layout:
     """``dp`` from what is left of the devices, or a refusal that names a layout that fits."""
     rest = layout.tp * layout.cp * layout.pp
+    if devices < 1:
+        raise BadLayout(f"layout {text!r} is asked to fit {devices} ranks; the number of ranks must be at least 1")
     if not dp_given:
         if devices % rest:
             raise BadLayout(
