@@ -75,7 +75,8 @@ class Ranks:
         """The inverse of ``str``."""
         if text in ("all", "none"):
             return EVERY if text == "all" else NOBODY
-        boxes, axes = [], ()
+        boxes: list[Box] = []
+        axes: tuple[str, ...] = ()
         for part in text.split(" | "):
             words = [w.partition("=") for w in part.split(",")]
             axes = tuple(a for a, _, _ in words)
