@@ -36,8 +36,8 @@ LINK_SHARE: dict[str, Callable[[int], float]] = {
 class Memory:
     """Bytes of one object on each of ``ranks`` in one phase, in one tier (device, host or disk).
 
-    ``unit`` names the part of the model it belongs to (a run of alike blocks counts as one), ``count`` how many units
-    of that kind are alive together; ``bytes`` is their sum.
+    ``unit`` names the part of the model that it belongs to (of a run of alike blocks, ``bytes`` is the sum of those
+    alive together), or the object that a row of padding belongs to.
     """
 
     owner: str
@@ -146,12 +146,15 @@ class Ledger:
         return sum(r.link_bytes(self.mesh) for r in self.traffic if r.kind == "data")
 
     def persistent_bytes(self, coordinate: Coordinate, tier: str = "device") -> int:
-        """Model state on one rank: persistent rows, and the gradients that stand when the optimizer steps."""
-        return sum(
-            r.bytes
-            for r in self.memory
-            if coordinate in r.ranks and r.tier == tier and (r.phase == "persistent" or r.object == "gradients")
-        )
+        """Model state on one rank: persistent rows, and the gradients that stand when the optimizer steps, with their
+        padding.
+        """
+
+        def state(row: Memory) -> bool:
+            of_gradients = "gradients" in (row.object, row.unit if row.object == "padding" else "")
+            return row.phase == "persistent" or (row.phase == "step" and of_gradients)
+
+        return sum(r.bytes for r in self.memory if r.tier == tier and state(r) and coordinate in r.ranks)
 
     def worst(self, coordinates: Iterable[Coordinate], value: Callable[[Ledger], int]) -> tuple[Coordinate, int]:
         """The coordinate at which ``value`` of the rows is largest, and that value."""
@@ -191,7 +194,7 @@ class Ledger:
 
 
 def select(rows: Iterable[Row], **values: object) -> tuple[Row, ...]:
-    """Rows whose fields have these values; a set or tuple of values means any of them (an axis is compared whole)."""
+    """Rows whose fields have these values; a set or list of values means any of them (an axis, a tuple, is compared whole)."""
 
     def fits(row: Row) -> bool:
         for name, want in values.items():
