@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from partita.facts.errors import BadInput
@@ -37,6 +38,13 @@ class Training:
                 raise BadInput(f"{name.replace('_', ' ')} is {getattr(self, name)}, and must be at least 1")
         if self.optimizer not in OPTIMIZERS:
             raise BadInput(f"optimizer {self.optimizer!r} is not known; what works: {', '.join(OPTIMIZERS)}")
+        for name in ("lr", "eps", "weight_decay", "momentum"):
+            if not 0 <= getattr(self, name) < math.inf:
+                raise BadInput(f"{name.replace('_', ' ')} is {getattr(self, name)}, and must be finite and at least 0")
+        if self.clip is not None and not 0 < self.clip <= math.inf:
+            raise BadInput(f"clip is {self.clip}, and must be above 0; leave the norm unmeasured with no clip at all")
+        if self.tokens is not None and self.tokens < 1:
+            raise BadInput(f"tokens is {self.tokens}, and the token budget must be at least 1")
 
     @property
     def moments(self) -> int:
