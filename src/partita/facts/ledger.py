@@ -103,6 +103,7 @@ class Gradient:
 
 
 Row = TypeVar("Row", Memory, Traffic, Gradient)
+Keyed = TypeVar("Keyed", Memory, Traffic)
 
 
 @dataclass(frozen=True)
@@ -165,7 +166,8 @@ class Ledger:
     def corners(self) -> list[dict[str, int]]:
         """Coordinates enough to meet every distinct set of rows: the first index of every range that a row names."""
         starts: dict[str, set[int]] = {a: {0} for a in self.mesh.names}
-        for r in (*self.memory, *self.traffic):
+        rows: tuple[Memory | Traffic, ...] = (*self.memory, *self.traffic)
+        for r in rows:
             for box in r.ranks.boxes:
                 for a, (lo, hi) in zip(r.ranks.axes, box, strict=True):
                     starts[a] |= {lo} | ({hi} if hi < self.mesh.size(a) else set())
@@ -194,7 +196,7 @@ class Ledger:
 
 
 def select(rows: Iterable[Row], **values: object) -> tuple[Row, ...]:
-    """Rows whose fields have these values; a set or list of values means any of them (an axis, a tuple, is compared whole)."""
+    """Rows whose fields have these values; a set or list means any of them (an axis, a tuple, is compared whole)."""
 
     def fits(row: Row) -> bool:
         for name, want in values.items():
@@ -209,17 +211,17 @@ def select(rows: Iterable[Row], **values: object) -> tuple[Row, ...]:
 
 
 def join(
-    predicted: Iterable[Row], recorded: Iterable[Row], value: Callable[[Row], int]
+    predicted: Iterable[Keyed], recorded: Iterable[Keyed], value: Callable[[Keyed], int]
 ) -> dict[tuple[Any, ...], tuple[int, int, tuple[str, ...]]]:
     """Outer join of two witnesses on ``key``: (predicted, recorded, owners).  Nothing is dropped on either side."""
     want: dict[tuple[Any, ...], int] = defaultdict(int)
     got: dict[tuple[Any, ...], int] = defaultdict(int)
     owners: dict[tuple[Any, ...], list[str]] = defaultdict(list)
     for r in predicted:
-        want[r.key] += value(r)  # type: ignore[union-attr]
-        owners[r.key].append(r.owner)  # type: ignore[union-attr]
+        want[r.key] += value(r)
+        owners[r.key].append(r.owner)
     for r in recorded:
-        got[r.key] += value(r)  # type: ignore[union-attr]
+        got[r.key] += value(r)
     keys = sorted(want.keys() | got.keys(), key=str)
     return {k: (want.get(k, 0), got.get(k, 0), tuple(dict.fromkeys(owners.get(k, ())))) for k in keys}
 
