@@ -72,7 +72,7 @@ class Module:
         parts = self.name.split(".")
         if len(parts) == 1:
             return "root"
-        if parts[1] == "cli" or parts[1].startswith("_"):
+        if parts[1] in ("cli", "commands") or parts[1].startswith("_"):
             return "cli"
         if parts[1] == "strategies" and self._touches_torch():
             return "doors"
