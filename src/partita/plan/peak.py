@@ -19,7 +19,9 @@ from partita.facts.mesh import EVERY, Coordinate
 
 @dataclass(frozen=True)
 class Line:
-    """The moments of a step as numbers: forward of unit u is u, the loss U, backward of u is 2U - u, the optimizer 2U + 1."""
+    """The moments of a step as numbers: forward of unit u is u, the loss U, backward of u is 2U - u, the optimizer 2U
+    + 1.
+    """
 
     units: tuple[tuple[str, int, int], ...]  # name, first index, count
     total: int
