@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from partita.facts.case import BACKWARD, START, Alive, Case, Division, Held, Moment, Unit
 from partita.facts.layout import DEFAULT_BUCKET_MB, Layout
@@ -13,6 +13,8 @@ from partita.facts.precision import ITEM_BYTES, Precision
 
 AFTER: tuple[str, ...] = ()
 WORDS = ("state", "bucket_mb")
+
+Run = tuple[list[int], int]
 
 MIB = 2**20
 FIRST_BUCKET_BYTES = MIB  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, used only with the unset default cap
@@ -61,13 +63,13 @@ def alive(case: Case) -> Iterator[Alive]:
         yield Alive("ddp", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
 
 
-def ready_order(case: Case) -> Iterator[int]:
-    """Bytes of every gradient in the order in which backward makes it ready (a tied embedding last)."""
+def ready_runs(case: Case) -> Iterator[Run]:
+    """Bytes of every gradient in the order in which backward makes it ready (a tied embedding last), by runs of alike
+    units: (bytes of one unit's gradients, number of units).
+    """
     item = case.precision.bytes("gradients")
     for unit in reversed(case.units):
-        sizes = [h.parameter.elements * item for h in ready_in_unit(unit)]
-        for _ in range(unit.count):
-            yield from sizes
+        yield [h.parameter.elements * item for h in ready_in_unit(unit)], unit.count
 
 
 def ready_in_unit(unit: Unit) -> list[Held]:
@@ -85,14 +87,29 @@ def ready_in_unit(unit: Unit) -> list[Held]:
     return sorted(unit.held, key=place)
 
 
-def buckets(sizes: Iterator[int], cap: float, first_cap: float) -> list[int]:
-    """Torch's rule: a bucket closes when it has reached its cap; the first has a cap of its own."""
-    out, size, limit = [], 0, first_cap
-    for s in sizes:
-        size += s
-        if size >= limit:
-            out.append(size)
-            size, limit = 0, cap
+def buckets(runs: Iterable[Run], cap: int, first_cap: int) -> list[int]:
+    """Bytes of the buckets that torch fills with runs of alike units: a bucket closes when it has reached its cap, and
+    the first has a cap of its own.
+
+    A unit that begins where another of its run began (a bucket as full) closes the same buckets, so that the cost
+    hardly grows with the number of units.
+    """
+    out: list[int] = []
+    size, limit = 0, first_cap
+    for sizes, count in runs:
+        known: dict[tuple[int, int], tuple[list[int], int, int]] = {}
+        for _ in range(count):
+            begin = (size, limit)
+            if begin not in known:
+                closed = []
+                for s in sizes:
+                    size += s
+                    if size >= limit:
+                        closed.append(size)
+                        size, limit = 0, cap
+                known[begin] = closed, size, limit
+            closed, size, limit = known[begin]
+            out += closed
     return out + ([size] if size else [])
 
 
@@ -100,7 +117,7 @@ def steady_buckets(case: Case) -> list[int]:
     """Bytes of the buckets as they stand once torch has rebuilt them in ready order."""
     mb = case.layout.bucket_mb
     cap = int(mb * MIB)
-    return buckets(ready_order(case), cap, FIRST_BUCKET_BYTES if mb == DEFAULT_BUCKET_MB else cap)
+    return buckets(ready_runs(case), cap, FIRST_BUCKET_BYTES if mb == DEFAULT_BUCKET_MB else cap)
 
 
 def traffic(case: Case) -> Iterator[Traffic]:
@@ -121,8 +138,8 @@ def _init(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
     why = "shapes and strides of rank 0, compared"
     yield Traffic("ddp", "broadcast", axis, EVERY, "int64", 16 * dims, 1, "init", None, why, kind="control")
     item = ITEM_BYTES[case.precision.weights]
-    in_order = (h.parameter.elements * item for u in case.units for _ in range(u.count) for h in u.held)
-    for size, count in sorted(Counter(buckets(in_order, BROADCAST_BYTES, BROADCAST_BYTES)).items()):
+    runs = (([h.parameter.elements * item for h in u.held], u.count) for u in case.units)
+    for size, count in sorted(Counter(buckets(runs, BROADCAST_BYTES, BROADCAST_BYTES)).items()):
         why = "parameters of rank 0, to every replica"
         yield Traffic("ddp", "broadcast", axis, EVERY, case.precision.weights, size, count, "init", None, why)
 
