@@ -86,7 +86,9 @@ def table(
     from rich import box
     from rich.table import Table
 
-    out = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False)
+    out = Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, title_style="bold", pad_edge=False, padding=(0, 1, 0, 0)
+    )
     numbers, unbroken = set(right), {*right, *whole}
     for i, name in enumerate(columns):
         out.add_column(name, justify="right" if i in numbers else "left", no_wrap=i in unbroken, overflow="fold")

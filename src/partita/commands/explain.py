@@ -178,11 +178,12 @@ def _traffic(e: Explanation) -> Table:
         collective = f"{r.verb} {' x '.join(r.axis)}"
         sends, payload = size(r.link_bytes(case.mesh)), size(r.bytes)
         phase = r.phase if r.phase != before else ""
-        cells.append((phase, collective, f"{r.count:,}", payload, sends, link_of(r, e) or "-", r.hidden_by or "-", why))
+        why += f" (may hide behind {r.hidden_by})" if r.hidden_by else ""
+        cells.append((phase, collective, f"{r.count:,}", payload, sends, link_of(r, e) or "-", why))
         before = r.phase
-    columns = ("phase", "collective", "calls", "payload", "sends", "link", "behind", "why")
-    title = "Traffic of one rank (payload of one call; sends: link bytes of all calls; behind: what may hide it)"
-    return table(title, columns, cells, right=(2, 3, 4), whole=(0, 1, 5, 6))
+    columns = ("phase", "collective", "calls", "payload", "sends", "link", "why")
+    title = "Traffic of one rank (payload: bytes of one call; sends: link bytes of all calls)"
+    return table(title, columns, cells, right=(2, 3, 4), whole=(0, 1, 5))
 
 
 def _volume(e: Explanation) -> str:
@@ -197,4 +198,5 @@ def _gradients(e: Explanation) -> list[tuple[str, ...]]:
     same: dict[tuple[str, ...], list[str]] = {}
     for g in e.account.ledger.gradients:
         same.setdefault((" x ".join(g.axis), g.relation, g.reduction, g.divisor, g.owner), []).append(g.parameters)
-    return [(f"{names[0]} and {len(names) - 1} more", *key) for key, names in same.items()]
+    more = {key: f" and {len(names) - 1} more" if len(names) > 1 else "" for key, names in same.items()}
+    return [(names[0] + more[key], *key) for key, names in same.items()]

@@ -55,9 +55,8 @@ def coverage(case: Case) -> Finding:
     if missing:
         return Finding(1, "coverage", False, f"not held whole: {', '.join(missing[:4])}")
     elements = sum(h.count * h.parameter.elements for h in case.held)
-    return Finding(
-        1, "coverage", True, f"all {elements:,} parameter elements in {case.model.layers} layers are held whole"
-    )
+    layered = f" in {case.model.layers} layers" if case.model.layers else ""
+    return Finding(1, "coverage", True, f"all {elements:,} parameter elements{layered} are held whole")
 
 
 def held_elements(case: Case, held: Held) -> int:
@@ -115,7 +114,9 @@ def identity(case: Case) -> Finding:
     if names != case.by_name.keys():
         odd = sorted(names ^ case.by_name.keys())
         return Finding(4, "identity", False, f"names differ from the single-device model: {', '.join(odd[:4])}")
-    return Finding(4, "identity", True, f"{len(names):,} tensors keep their global names and index ranges")
+    return Finding(
+        4, "identity", True, f"{len(names):,} tensor{'s' * (len(names) > 1)} under global names and index ranges"
+    )
 
 
 def ties(case: Case) -> Finding:
@@ -135,8 +136,10 @@ def order(ledger: Ledger) -> Finding:
     if split:
         r = split[0]
         return Finding(6, "order", False, f"{r.verb} over {r.axis} is issued by {r.ranks} alone: its peers would wait")
-    groups = {r.axis for r in ledger.traffic}
-    return Finding(6, "order", True, f"members of each of {len(groups)} kinds of group issue the same collectives")
+    groups = dict.fromkeys(" x ".join(r.axis) for r in ledger.traffic)
+    if not groups:
+        return Finding(6, "order", True, "one device: nothing is sent")
+    return Finding(6, "order", True, f"all members of a group issue the same collectives (groups: {', '.join(groups)})")
 
 
 def remainder(case: Case, ledger: Ledger) -> Finding:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from partita.facts.mesh import Mesh
 
@@ -11,11 +15,15 @@ from partita.facts.mesh import Mesh
 class Groups:
     """``groups["dp"]`` and ``groups["dp", "cp"]`` are device meshes of one dim; several meshes can live in one process.
 
-    Every rank must make it, and every first use of an axis, in the same order.
+    Every rank must make it, and every first use of an axis, in the same order.  ``replicate`` wraps a module that is
+    copied over a group; a dry run gives a stand-in, because DDP's reducer touches data that fake tensors do not have.
     """
 
-    def __init__(self, mesh: Mesh, device: str = "cpu") -> None:
+    def __init__(
+        self, mesh: Mesh, device: str = "cpu", replicate: Callable[..., Any] = DistributedDataParallel
+    ) -> None:
         self.mesh = mesh
+        self.replicate = replicate
         sizes, names = tuple(n for _, n in mesh.sizes), mesh.names
         self.root: DeviceMesh = init_device_mesh(device, sizes, mesh_dim_names=names)
         self._flat: dict[tuple[str, ...], DeviceMesh] = {}

@@ -65,7 +65,7 @@ def unclaimed(layout: Layout) -> Iterator[str]:
         value = getattr(layout, f.name)
         if f.name in claimed or value == getattr(default, f.name):
             continue
-        rooms = [n for n in NAMES if f.name in _door(n, "predict").WORDS]
+        rooms = [n for n in NAMES if f.name in _door(n, "predict").WORDS and f.name != "state"]
         works = f"it belongs to {' and '.join(rooms)}; leave it out here" if rooms else f"what works: {_known()}"
         yield f"layout '{layout}': nothing in it does {f.name}={value}; {works}"
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from partita.facts.case import Case
 from partita.facts.layout import DEFAULT_BUCKET_MB
@@ -65,19 +64,18 @@ def apply(step: Step, groups: Groups, case: Case) -> None:
     timeline = Timeline()
     mb = case.layout.bucket_mb
     for i, part in enumerate(step.parts):
-        wrapped = DistributedDataParallel(
+        wrapped = groups.replicate(
             part,
             process_group=group,
-            bucket_cap_mb=None if mb == DEFAULT_BUCKET_MB else mb,  # type: ignore[arg-type]
+            bucket_cap_mb=None if mb == DEFAULT_BUCKET_MB else mb,
             gradient_as_bucket_view=True,
         )
         wrapped.register_comm_hook(None, summing(group, timeline))
         step.parts[i] = wrapped
     step.timeline = timeline
-    whole = step.parts[0]
+    whole: Any = step.parts[0]
 
     def synchronise(i: int, n: int) -> AbstractContextManager[Any]:
-        assert isinstance(whole, DistributedDataParallel)
         return nullcontext() if i == n - 1 else whole.no_sync()
 
     step.contexts.append(synchronise)

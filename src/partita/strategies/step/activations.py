@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from partita.facts.case import BACKWARD, FORWARD, LAST_BACKWARD, LOSS, START, STEP, Alive, Case, Moment
 from partita.facts.model import Model
 from partita.facts.precision import ITEM_BYTES
+from partita.strategies.step.chunks import largest
 
 LOSS_CHUNK_BYTES = 32 * 2**20
 
@@ -127,7 +128,9 @@ def _gradients(case: Case) -> Iterator[Alive]:
         why = "the head's part of a tied gradient, waiting for the embedding's"
         yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
     if case.precision.master:
-        wide = sum(h.count * h.elements(case.mesh, origin) for h in case.held) * ITEM_BYTES[case.precision.master]
-        yield Alive(
+        item = ITEM_BYTES[case.precision.master]
+        sizes = (h.elements(case.mesh, origin) * item for u in case.units for _ in range(u.count) for h in u.held)
+        why = "gradients widened for the master, some at a time"
+        yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(sizes), why)
             "step", "temporaries", "", STEP, STEP, case.precision.master, wide, "gradients widened for the master"
         )

@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from partita.facts.precision import Precision
 from partita.facts.work import Training
+from partita.strategies.step.chunks import chunks
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -30,6 +32,12 @@ def _plain(named: Named, work: Training) -> torch.optim.Optimizer:
         return torch.optim.SGD(groups, lr=work.lr, momentum=work.momentum)
     # The fused kernel makes no temporaries, and takes the same step on a shard as on the whole.
     return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
+
+
+def local_bytes(p: torch.Tensor) -> int:
+    """Bytes of the part of a tensor that lies on this rank."""
+    here = p.to_local() if isinstance(p, DTensor) else p
+    return here.numel() * here.element_size()
 
 
 class MasterOptimizer:
@@ -55,13 +63,15 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Widen every gradient, step, round back."""
-        for p, master in self.masters.items():
-            master.grad = None if p.grad is None else p.grad.to(master.dtype)
-        self.inner.step()
-        for p, master in self.masters.items():
-            master.grad = None
-            p.copy_(master)
+        """Widen gradients, step, round back; some parameters at a time, so that few wide gradients are alive together."""
+        pairs = list(self.masters.items())
+        for run in chunks(local_bytes(master) for _, master in pairs):
+            for p, master in pairs[run.start : run.stop]:
+                master.grad = None if p.grad is None else p.grad.to(master.dtype)
+            self.inner.step()
+            for p, master in pairs[run.start : run.stop]:
+                master.grad = None
+                p.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for p in self.masters:
