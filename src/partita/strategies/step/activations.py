@@ -28,8 +28,7 @@ class Saved:
 
 
 def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, kind: str) -> list[Saved]:
-    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output.
-    """
+    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output."""
     wide = max(4, item)
     statistics = numbers * (2 if kind == "layernorm" else 1)
     if kernels == "cpu" and kind == "rmsnorm":
@@ -132,5 +131,3 @@ def _gradients(case: Case) -> Iterator[Alive]:
         sizes = (h.elements(case.mesh, origin) * item for u in case.units for _ in range(u.count) for h in u.held)
         why = "gradients widened for the master, some at a time"
         yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(sizes), why)
-            "step", "temporaries", "", STEP, STEP, case.precision.master, wide, "gradients widened for the master"
-        )

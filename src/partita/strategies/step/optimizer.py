@@ -63,7 +63,7 @@ class MasterOptimizer:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Widen gradients, step, round back; some parameters at a time, so that few wide gradients are alive together."""
+        """Widen gradients, step, round back; some parameters at a time, so that few wide gradients live together."""
         pairs = list(self.masters.items())
         for run in chunks(local_bytes(master) for _, master in pairs):
             for p, master in pairs[run.start : run.stop]:
