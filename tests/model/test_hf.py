@@ -76,6 +76,29 @@ def test_a_stage_reads_its_part(tmp_path):
     assert equal(decoder.blocks[1], want.blocks[1])
 
 
+def test_only_the_needed_slices_are_read(tmp_path, monkeypatch):
+    write(MODEL, tmp_path / "m")
+    read_shapes = []
+
+    class Spy:
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getitem__(self, index):
+            values = self.inner[index]
+            read_shapes.append(tuple(values.shape))
+            return values
+
+    get = hf._Files.get
+    monkeypatch.setattr(hf._Files, "get", lambda files, entry, name: Spy(get(files, entry, name)))
+    out, held = torch.empty(7, 6), (((1, 4), (20, 24)), ((3, 9),))
+    entries = hf.inspect(tmp_path / "m", MODEL)
+    with hf._Files() as files:
+        hf._read(files, "lm_head.weight", entries["lm_head.weight"], out, held)
+    assert read_shapes == [(3, 6), (4, 6)]
+    assert torch.equal(out, filled(MODEL).head.weight[[1, 2, 3, 20, 21, 22, 23], 3:9])
+
+
 def test_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "FILE_BYTES", 9000)
     write(MODEL, tmp_path / "m")

@@ -7,15 +7,9 @@ returns [..., T, H, D].  It declares the sliding window that it honours in an at
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-class Attend(Protocol):
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor, /) -> Tensor: ...
 
 
 def causal(documents: Tensor | None = None, window: int | None = None) -> Causal:

@@ -41,10 +41,11 @@ def folder(cache: str | os.PathLike[str] | None = None) -> Path:
     """
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "partita"
     target = (default if cache is None else Path(cache)) / NAME
+    existed = target.exists()
     if _whole(target):
         return target
     source = packaged()
-    if target.exists():  # half of one, or of another model: made anew
+    if existed and not _whole(target):  # damaged, and not just now made by another process
         shutil.rmtree(target)
     try:
         gguf.convert(source, target)
