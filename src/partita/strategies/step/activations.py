@@ -28,7 +28,7 @@ class Saved:
 
 
 def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, kind: str) -> list[Saved]:
-    """A norm over ``numbers`` vectors of ``width / numbers`` elements in all ``width`` per token, without its output."""
+    """A norm over ``numbers`` vectors, ``width`` elements per token in all of them, without its output."""
     wide = max(4, item)
     statistics = numbers * (2 if kind == "layernorm" else 1)
     if kernels == "cpu" and kind == "rmsnorm":
@@ -40,16 +40,22 @@ def saved_by_norm(name: str, width: int, numbers: int, item: int, kernels: str, 
     return [Saved(f"{name} input", width, item), Saved(f"{name} statistics", statistics, wide)]
 
 
-def block_saved(model: Model, item: int, kernels: str) -> list[Saved]:
-    """What backward needs of one block, per token."""
+def block_saved(model: Model, item: int, kernels: str, autocast: bool = False) -> list[Saved]:
+    """What backward needs of one block, per token.
+
+    ``autocast``: what runs between blocks is float32, and each projection keeps its own 16-bit cast of its input (only
+    casts of parameters are shared).
+    """
     h, f, q, kv = model.hidden, model.ffn, model.q_width, model.kv_width
-    out = [*saved_by_norm("attn_norm", h, 1, item, kernels, model.norm), Saved("attn_norm output", h, item)]
+    stream, qkv, gate_up = (4, 3, 2 if model.mlp == "swiglu" else 1) if autocast else (item, 1, 1)
+    out = [*saved_by_norm("attn_norm", h, 1, stream, kernels, model.norm), Saved("attn_norm output", qkv * h, item)]
     if model.qk_norm:
         out += saved_by_norm("q_norm", q, model.heads, item, kernels, "rmsnorm")
         out += saved_by_norm("k_norm", kv, model.kv_heads, item, kernels, "rmsnorm")
     out += [Saved("q", q, item), Saved("k", kv, item), Saved("v", kv, item), Saved("attention output", q, item)]
     out += [Saved("log-sum-exp", model.heads, max(4, item))]
-    out += [*saved_by_norm("mlp_norm", h, 1, item, kernels, model.norm), Saved("mlp_norm output", h, item)]
+    out += saved_by_norm("mlp_norm", h, 1, stream, kernels, model.norm)
+    out += [Saved("mlp_norm output", gate_up * h, item)]
     if model.mlp == "swiglu":
         out += [Saved(n, f, item) for n in ("gate", "silu(gate)", "up", "product")]
     else:
@@ -57,9 +63,10 @@ def block_saved(model: Model, item: int, kernels: str) -> list[Saved]:
     return out
 
 
-def last_saved(model: Model, item: int, kernels: str) -> list[Saved]:
+def last_saved(model: Model, item: int, kernels: str, autocast: bool = False) -> list[Saved]:
     """Final norm and loss, without the logits."""
-    out = [*saved_by_norm("norm", model.hidden, 1, item, kernels, model.norm), Saved("norm output", model.hidden, item)]
+    out = saved_by_norm("norm", model.hidden, 1, 4 if autocast else item, kernels, model.norm)
+    out += [Saved("norm output", model.hidden, item)]
     return [*out, Saved("normalisers of the loss", 1, max(4, item)), Saved("targets", 1, 8)]
 
 
@@ -80,14 +87,14 @@ def _activations(case: Case) -> Iterator[Alive]:
     def row(name: str, unit: str, begin: Moment, end: Moment, size: int, why: str) -> Alive:
         return Alive("step", name, unit, begin, end, dtype, size, why)
 
-    block = bytes_of(block_saved(model, item, case.kernels), tokens)
+    block = bytes_of(block_saved(model, item, case.kernels, case.precision.autocast), tokens)
     for unit in case.units:
         if unit.is_blocks:
             yield row("activations", unit.name, FORWARD, BACKWARD, block, "tensors that backward needs, per block")
             width = 3 * model.ffn + 2 * model.hidden
             why = "gradients of activations inside the block"
             yield row("temporaries", unit.name, BACKWARD, BACKWARD, tokens * width * item, why)
-    last = bytes_of(last_saved(model, item, case.kernels), tokens)
+    last = bytes_of(last_saved(model, item, case.kernels, case.precision.autocast), tokens)
     yield row("activations", "last", FORWARD, BACKWARD, last, "final norm and loss")
     logits = tokens * model.vocab * item
     yield row(
@@ -98,14 +105,15 @@ def _activations(case: Case) -> Iterator[Alive]:
 
 
 def _weight_copies(case: Case) -> Iterator[Alive]:
-    """Autocast keeps the cast copy of a matrix until its backward."""
+    """Autocast keeps the cast copy of a matrix until its backward; a lookup casts nothing, a tied head does."""
     if not case.precision.autocast:
         return
     item = ITEM_BYTES[case.precision.compute]
     for unit in case.units:
-        size = item * sum(h.parameter.elements for h in unit.held if len(h.parameter.shape) == 2)
-        if unit.name == "first":
-            size = 0
+        held = unit.held if unit.name != "first" else ()
+        size = item * sum(h.parameter.elements for h in held if len(h.parameter.shape) == 2)
+        if unit.name == "last" and case.model.tied:
+            size += item * case.model.vocab * case.model.hidden
         if size:
             why = "weights cast by autocast"
             yield Alive("step", "cast weights", unit.name, FORWARD, BACKWARD, case.precision.compute, size, why)
