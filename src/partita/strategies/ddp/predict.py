@@ -126,6 +126,19 @@ def traffic(case: Case) -> Iterator[Traffic]:
         why = "gradient bucket, summed once a step"
         yield Traffic("ddp", "all_reduce", axis, EVERY, dtype, size, count, "backward", "backward", why)
     yield from _init(case, axis)
+    yield from _early(case, axis)
+
+
+def _early(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
+    """What the first two steps send beyond a steady one (torch 2.11 to 2.13): every gradient in one bucket, because
+    their order is not known yet; then the order that was seen, from rank 0, with the new buckets."""
+    dtype, found = case.precision.gradients, steady_buckets(case)
+    if len(found) > 1:
+        why = "one bucket for everything in the first step, whose order nobody knows"
+        yield Traffic("ddp", "all_reduce", axis, EVERY, dtype, sum(found), 1, "early", None, why, kind="control")
+    tensors = sum(h.count for h in case.held)
+    for numbers, why in ((tensors + 1, "rank 0's order of gradients"), (len(found), "sizes of the rebuilt buckets")):
+        yield Traffic("ddp", "broadcast", axis, EVERY, "int32", 4 * numbers, 1, "early", None, why, kind="control")
 
 
 def _init(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:

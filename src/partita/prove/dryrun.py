@@ -1,0 +1,228 @@
+"""Dry run: the real build and the real training step, on fake tensors and a fake process group, as any rank.
+
+A fake tensor has a shape, a dtype and a device and no data, and a fake group answers at once; so one process on any
+machine can be rank 1,000 of a 70B model.  Collectives and tensor bytes are exact, because the code that issues them is
+the code that trains.  Every rank has a process of its own: torch's caches would keep another rank's uneven shapes.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from partita.facts.case import Case
+from partita.facts.errors import BadInput
+from partita.facts.layout import Layout
+from partita.facts.model import Model
+from partita.facts.work import Training
+from partita.plan.account import account
+from partita.prove.wire import pack, unpack
+from partita.prove.witness import STEADY, Witness
+
+STEPS = STEADY + 1
+PARALLEL = 2
+
+
+class DryRunFailed(RuntimeError):
+    """A dry run's process ended with an error; the text ends with what it said."""
+
+
+def dry_run(model: Model, layout: Layout, work: Training, rank: int, world: int, steps: int = STEPS) -> Witness:
+    """Run ``steps`` steps as ``rank`` of ``world``, in a process of its own.
+
+    Raises ``BadInput`` for a rank outside the world or a layout that does not fit it, ``DryRunFailed`` otherwise.
+    """
+    return next(iter(dry_runs(model, layout, work, [rank], world, steps)))
+
+
+def dry_runs(
+    model: Model, layout: Layout, work: Training, ranks: Iterable[int], world: int, steps: int = STEPS
+) -> Iterator[Witness]:
+    """As several ranks, in their order, a few processes at a time."""
+    wanted = list(ranks)
+    check(model, layout, work, wanted, world)
+    waiting, running = list(wanted), []
+    try:
+        while waiting or running:
+            while waiting and len(running) < PARALLEL:
+                running.append(_start({**pack(model, layout, work), "rank": waiting.pop(0), "steps": steps}))
+            yield _finish(running.pop(0))
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
+def check(model: Model, layout: Layout, work: Training, ranks: Iterable[int], world: int) -> None:
+    """Refuse, in one sentence, what no dry run can do."""
+    from partita.model.decoder import refuse
+
+    if layout.world != world:
+        raise BadInput(f"layout '{layout}' has {layout.world} ranks, and the world has {world}; make them equal")
+    for rank in ranks:
+        if not 0 <= rank < world:
+            raise BadInput(f"rank {rank} does not exist in a world of {world}; ranks are 0 to {world - 1}")
+    refuse(model)
+    account(model, layout, work)
+
+
+def _start(job: dict[str, Any]) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "partita.prove.dryrun"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdin
+    process.stdin.write(json.dumps(job))
+    process.stdin.close()
+    process.stdin = None
+    return process
+
+
+def _finish(process: subprocess.Popen[str]) -> Witness:
+    out, said = process.communicate()
+    if process.returncode:
+        raise DryRunFailed(f"a dry run ended with exit code {process.returncode}:\n{said.strip()}")
+    return Witness.from_json(json.loads(out.splitlines()[-1]))
+
+
+# Inside the process
+
+
+def run(model: Model, layout: Layout, work: Training, rank: int, steps: int = STEPS) -> Witness:
+    """The dry run itself.  It makes the default process group, so a process can do it once."""
+    import torch.distributed as dist
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from partita.prove.stand_in import NAME, Replicated
+    from partita.strategies.groups import Groups
+
+    began = time.perf_counter()
+    case = account(model, layout, work).case
+    groups = None
+    if case.mesh.world > 1:
+        dist.init_process_group("fake", rank=rank, world_size=case.mesh.world, store=FakeStore())
+        groups = Groups(case.mesh, replicate=Replicated)
+        for axes in (("dp",), ("dp", "cp"), ("pp", "dp", "cp"), *((name,) for name in case.mesh.names)):
+            groups.group(*axes)  # a group made under fake tensors would have fake ranks
+    try:
+        with _meshes_stay_real():
+            witness = _rehearse(case, groups, rank, steps)
+    finally:
+        if groups is not None:
+            dist.destroy_process_group()
+    stand_ins = (NAME,) if layout.state == "ddp" and groups is not None else ()
+    return replace(witness, stand_ins=stand_ins, seconds=time.perf_counter() - began)
+
+
+def _rehearse(case: Case, groups: Any, rank: int, steps: int) -> Witness:
+    """Build, then steps under the recorder; the steady step under the tracker of peaks too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from partita.observe.record import Recorder
+    from partita.prove.observed import Tracked, state_rows
+    from partita.train.step import train_step
+
+    recorder = Recorder(case.mesh)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with recorder, recorder.phase("init"):
+        step = _build(case, groups, fake)
+    init = _rows(recorder)
+    batches = _batches(case, groups, fake)
+    rows, memory, tracked = [], (), Tracked(step)
+    for i in range(steps):
+        last = i == steps - 1
+        recorder = Recorder(case.mesh)
+        with fake, tracked if last else _nothing(), recorder:
+            train_step(step, batches, case, groups, [recorder, *([tracked] if last else [])])
+        rows.append(_rows(recorder))
+        if last:
+            memory = state_rows(step)
+        step.optimizer.zero_grad()
+    return Witness("dry", rank, case.mesh.world, init, tuple(rows), memory, tracked.peaks())
+
+
+def _build(case: Case, groups: Any, fake: Any) -> Any:
+    """As ``train.build``, with storage that is fake."""
+    import torch
+
+    from partita.model.decoder import Decoder
+    from partita.strategies.parallelize import parallelize
+    from partita.train.build import Once, calls_of
+
+    class Hollow(Once):
+        def __call__(self) -> None:
+            with fake:
+                super().__call__()
+
+    with torch.device("meta"):
+        module = Decoder(case.model).to(getattr(torch, case.precision.weights))
+    # Outside fake tensors: rooms make process groups and read the ranks of meshes.
+    return parallelize(module, calls_of(case.model), groups, case, Hollow(module, lambda named: None, "cpu"))
+
+
+def _batches(case: Case, groups: Any, fake: Any) -> list[Any]:
+    """This rank's micro-batches of one step, as fake tensors: their values are never read."""
+    from partita.train.data import SyntheticDataset, micro_batches
+
+    data = SyntheticDataset(case.model.vocab, case.work.sequence, ignore="none")
+    index = case.mesh.index(groups.coordinate, "dp") if groups else 0
+    mine = micro_batches(data, 0, case.work.global_batch, case.layout.mb, index, case.layout.dp)
+    return [
+        replace(b, ids=fake.from_tensor(b.ids), targets=fake.from_tensor(b.targets), positions=fake.from_tensor(b.positions))
+        for b in mine
+    ]
+
+
+def _rows(recorder: Any) -> tuple[Any, ...]:
+    """What was recorded; the stand-in's rebuild is named as torch's own is."""
+    from partita.observe.calls import rows_of
+
+    return rows_of(
+        replace(c, kind="control", reason="bucket rebuild") if c.caller.startswith("stand_in.py:") and c.caller.endswith(" rebuild") else c
+        for c in recorder.calls
+    )
+
+
+@contextmanager
+def _meshes_stay_real() -> Iterator[None]:
+    """Torch computes a mesh's coordinates with tensors at any time; under fake tensors they would have no values."""
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torch.distributed.device_mesh import DeviceMesh
+
+    original = DeviceMesh._compute_coordinates_from_mesh
+
+    def compute(*args: Any) -> Any:
+        with unset_fake_temporarily():
+            return original(*args)
+
+    DeviceMesh._compute_coordinates_from_mesh = staticmethod(compute)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        DeviceMesh._compute_coordinates_from_mesh = staticmethod(original)  # type: ignore[method-assign]
+
+
+def _nothing() -> AbstractContextManager[None]:
+    from contextlib import nullcontext
+
+    return nullcontext()
+
+
+def main() -> None:
+    """A job as JSON on stdin, its witness as the last line on stdout."""
+    job = json.load(sys.stdin)
+    model, layout, work = unpack(job)
+    print(json.dumps(run(model, layout, work, job["rank"], job["steps"]).json()))
+
+
+if __name__ == "__main__":
+    main()
