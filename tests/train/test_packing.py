@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import re
 import threading
+import zlib
 
 import numpy as np
 import pytest
@@ -370,6 +372,56 @@ def test_the_cache_lies_where_xdg_says(tmp_path, monkeypatch):
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert packing.default_cache() == tmp_path / ".cache" / "partita" / "tokens"
+
+
+class Words(Bytes):
+    """A token a word, space or run of line ends; ``prefix`` puts one before every text, as some tokenizers do."""
+
+    def __init__(self, prefix=False):
+        super().__init__()
+        self.prefix, self.longest = prefix, 0
+
+    def encode_batch(self, texts):
+        self.longest = max(self.longest, *map(len, texts))
+        found = [["prefix"] * self.prefix + re.findall(r"\w+|\n+| ", t) for t in texts]
+        return [[zlib.crc32(word.encode()) >> 2 for word in words] for words in found]
+
+
+def test_a_long_text_is_tokenised_in_pieces_to_the_same_tokens(tmp_path, monkeypatch):
+    text = "".join(f"word{i % 37} and more" + "\n" * (1 + i % 3 % 2) for i in range(400))
+    (tmp_path / "a.txt").write_text(text)
+    whole = tokenise(expand(tmp_path / "a.txt"), Words(), None, tmp_path / "whole").ids.tolist()
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    monkeypatch.setattr(packing, "CHARACTERS_AT_ONCE", 3000)
+    tokenizer = Words()
+    assert tokenise(expand(tmp_path / "a.txt"), tokenizer, None, tmp_path / "cut").ids.tolist() == whole
+    assert tokenizer.longest <= 1500
+    parts = packing.pieces(text, Words())
+    assert len(parts) > 5 and "".join(parts) == text
+
+
+def test_a_text_stays_whole_where_pieces_would_change_its_tokens(monkeypatch):
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    text = "some words\n" * 400
+    assert packing.pieces(text, Words(prefix=True)) == [text]
+    assert packing.pieces("x" * 4000, Words()) == ["x" * 4000]
+
+
+@pytest.mark.parametrize("end", ["\n", "\n\n", " \n\n", " ", "\r\n"])
+def test_pieces_of_a_real_kind_of_tokenizer(monkeypatch, end):
+    """GPT-2's way to split: a run of white space leaves its last character to what follows, unless nothing follows."""
+    split = re.compile(r" ?[^\W\d]+| ?\d+| ?[^\s\w]+|\s+(?!\S)|\s+")
+
+    class Gpt2(Bytes):
+        def encode_batch(self, texts):
+            return [[zlib.crc32(p.encode()) for p in split.findall(t)] for t in texts]
+
+    monkeypatch.setattr(packing, "PIECE", 1000)
+    text = "".join(f"line {i}, of words.{end}" for i in range(300))
+    parts = packing.pieces(text, Gpt2())
+    assert len(parts) > 3 and "".join(parts) == text
+    (whole,) = Gpt2().encode_batch([text])
+    assert [i for ids in Gpt2().encode_batch(parts) for i in ids] == whole
 
 
 # --- order, layouts, resuming ---------------------------------------------------------------------------------

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -25,7 +27,10 @@ FORMAT = 1
 """Raised whenever the files or the meaning of a cached run of tokens change."""
 HASHED_BYTES = 256 * 2**20
 """Files up to this size are known by their content, larger ones by path, size and time of change."""
-CHARACTERS_AT_ONCE = 4 * 2**20
+CHARACTERS_AT_ONCE = 2**20
+"""Given to the tokenizer in one call: enough for its threads, little for its memory (some 200 bytes a character)."""
+PIECE = 2**16
+"""Characters behind which a long text is tokenised in pieces, where that changes nothing."""
 
 
 class Tokenizer(Protocol):
@@ -185,7 +190,7 @@ def _write(file: BinaryIO, array: np.ndarray) -> None:
 
 
 def _chunks(stream: Iterator[Document]) -> Iterator[list[Document]]:
-    """Documents in runs of a few million characters: enough for a tokenizer to use its threads."""
+    """Documents in runs of about a million characters (or one that is longer)."""
     chunk: list[Document] = []
     size = 0
     for document in stream:
@@ -200,18 +205,61 @@ def _chunks(stream: Iterator[Document]) -> Iterator[list[Document]]:
 
 def _encoded(kept: Sequence[Document], tokenizer: Tokenizer) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """(ids int32, counts bool) of each document, with one end-of-text token at its end."""
-    pieces = iter(tokenizer.encode_batch([s.text for d in kept for s in d.segments]))
-    for document in kept:
-        ids: list[int] = []
-        counts: list[bool] = []
-        for segment in document.segments:
-            piece = next(pieces)
-            ids += piece
-            counts += [segment.counts] * len(piece)
-        if not ids or ids[-1] != tokenizer.eos:
-            ids.append(tokenizer.eos)
-            counts.append(document.end_counts)
-        yield np.array(ids, np.int32), np.array(counts, np.bool_)
+    split = [[(piece, s.counts) for s in d.segments for piece in pieces(s.text, tokenizer)] for d in kept]
+    encoded = _in_groups([piece for document in split for piece, _ in document], tokenizer)
+    for document, parts in zip(kept, split, strict=True):
+        ids: list[np.ndarray] = []
+        counts: list[np.ndarray] = []
+        for _, counted in parts:
+            ids.append(next(encoded))
+            counts.append(np.full(len(ids[-1]), counted, np.bool_))
+        if not len(ids[-1]) or ids[-1][-1] != tokenizer.eos:
+            ids.append(np.array([tokenizer.eos], np.int32))
+            counts.append(np.array([document.end_counts]))
+        yield np.concatenate(ids), np.concatenate(counts)
+
+
+def _in_groups(texts: Sequence[str], tokenizer: Tokenizer) -> Iterator[np.ndarray]:
+    """The ids (int32) of each text, encoded some at a time."""
+    start = size = 0
+    for i, text in enumerate(texts, 1):
+        size += len(text)
+        if size >= CHARACTERS_AT_ONCE or i == len(texts):
+            for ids in tokenizer.encode_batch(list(texts[start:i])):
+                yield np.array(ids, np.int32)
+            start, size = i, 0
+
+
+def pieces(text: str, tokenizer: Tokenizer) -> list[str]:
+    """``text`` cut where its tokens do not change: a tokenizer needs hundreds of bytes a character while it works.
+
+    Candidates are the ends of lines, then the spaces between words, each tried: the text round it must have the same
+    tokens whole and in two.  Where none will do (a tokenizer that puts a space before every text) the text stays whole.
+    """
+    out, start = [], 0
+    while len(text) - start > PIECE + PIECE // 2:
+        places = _candidates(text, start + PIECE, start + PIECE + PIECE // 2)
+        found = next((at for at in places if _safe(text, at, tokenizer)), None)
+        if found is None:
+            break
+        out.append(text[start:found])
+        start = found
+    return [*out, text[start:]]
+
+
+def _candidates(text: str, low: int, high: int) -> Iterator[int]:
+    # Byte-pair tokenizers split text at white space first; the last line end of several stands apart in some of
+    # them (GPT-2's) and not in others (Llama 3's), so both of its sides are tried.
+    for match in islice(re.compile(r"\n(?=\S)").finditer(text, low, high), 4):
+        yield from (match.end(), match.start())
+    for match in islice(re.compile(r"(?<=\w) (?=\w)").finditer(text, low, high), 4):
+        yield match.start()
+
+
+def _safe(text: str, at: int, tokenizer: Tokenizer, around: int = 256) -> bool:
+    before, after = text[max(0, at - around) : at], text[at : at + around]
+    whole, left, right = tokenizer.encode_batch([before + after, before, after])
+    return whole == left + right
 
 
 def _open(folder: Path, eos: int, paths: Sequence[Path]) -> Tokens:
