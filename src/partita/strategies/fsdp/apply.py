@@ -55,6 +55,7 @@ def policy_of(case: Case) -> MixedPrecisionPolicy:
     p = case.precision
     if p.weights == p.gathered and p.gradients == p.reduction == p.gathered:
         return MixedPrecisionPolicy()
+    # Inputs are not cast: the gathered embedding makes activations in its own dtype, and rotary tables must stay wide.
     return MixedPrecisionPolicy(
-        param_dtype=getattr(torch, p.gathered), reduce_dtype=getattr(torch, p.reduction), output_dtype=None
+        param_dtype=getattr(torch, p.gathered), reduce_dtype=getattr(torch, p.reduction), cast_forward_inputs=False
     )
