@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 from partita.facts.case import Alive, Case, Moment
@@ -34,6 +35,10 @@ class Line:
             at += u.count
         return Line(tuple(rows), at)
 
+    @cached_property
+    def _runs(self) -> dict[str, tuple[int, int]]:
+        return {name: (at, count) for name, at, count in self.units}
+
     def candidates(self) -> Iterator[tuple[str, float, str]]:
         """(phase, moment, its name): both ends of every run in both directions, the loss and the optimizer."""
         for name, at, count in self.units:
@@ -51,7 +56,7 @@ class Line:
 
     def alive(self, item: Alive, now: float) -> int:
         """How many of the item's units are alive at a moment."""
-        first, count = next(((at, n) for name, at, n in self.units if name == item.unit), (0, 1))
+        first, count = self._runs.get(item.unit, (0, 1))
         lo, hi = 0.0, float(count - 1)  # the indices i for which begin(i) <= now <= end(i)
         for moment, sign in ((item.begin, 1), (item.end, -1)):
             if moment.kind == "forward":  # number is first + i + offset: grows with i
@@ -76,16 +81,20 @@ class Peak:
 
 def transients(case: Case, items: Iterable[Alive]) -> Iterator[Memory]:
     """Rows of what is alive, beside the persistent rows, at the peak of each phase."""
-    line, items = Line.of(case), tuple(items)
+    line, items = Line.of(case), tuple(item for item in items if item.bytes)
+    together: dict[tuple[str, Moment, Moment], list[Alive]] = defaultdict(list)
+    for item in items:
+        together[item.unit, item.begin, item.end].append(item)
+    spans = [(same[0], sum(item.bytes for item in same)) for same in together.values()]
     best: dict[str, tuple[int, float, str]] = {}
     for phase, now, label in line.candidates():
-        size = sum(item.bytes * line.alive(item, now) for item in items)
+        size = sum(total * line.alive(item, now) for item, total in spans)
         if phase not in best or size > best[phase][0]:
             best[phase] = (size, now, label)
     for phase, (_, now, label) in best.items():
         for item in items:
             number = line.alive(item, now)
-            if number and item.bytes:
+            if number:
                 why = f"{item.why} (at {label})"
                 size = item.bytes * number
                 yield Memory(item.owner, item.object, phase, "device", EVERY, item.dtype, size, why, item.unit)
@@ -111,5 +120,5 @@ def highest(ledger: Ledger, coordinate: Coordinate, tier: str = "device") -> Pea
     return (
         max(found, key=lambda p: p.bytes)
         if found
-        else Peak("persistent", "always", ledger.persistent_bytes(coordinate))
+        else Peak("persistent", "always", ledger.persistent_bytes(coordinate, tier))
     )
