@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -18,7 +19,13 @@ class Tokenizer(Protocol):
     def size(self) -> int: ...
     @property
     def eos(self) -> int: ...
+    @property
+    def fingerprint(self) -> str:
+        """Tells tokenizers apart that encode differently; prepared tokens are kept under it."""
+        ...
+
     def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
     def decode(self, ids: Iterable[int]) -> str: ...
 
 
@@ -27,9 +34,13 @@ class ByteTokenizer:
 
     size = 257
     eos = 256
+    fingerprint = "bytes-256"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Ids beyond the bytes (``eos``) are left out; broken UTF-8 shows as U+FFFD."""
@@ -42,10 +53,15 @@ class FileTokenizer:
     def __init__(self, inner: Any, eos: int) -> None:
         self._inner, self.eos = inner, eos
         self.size = inner.get_vocab_size(with_added_tokens=True)
+        self.fingerprint = hashlib.sha256(f"{eos}\n{inner.to_str()}".encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> list[int]:
         """Ids of the text alone: nothing is put before or after it."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """As ``encode``, of many texts, on all cores."""
+        return [list(e.ids) for e in self._inner.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text with its special tokens shown."""
