@@ -7,6 +7,7 @@ version of torch fails there first and not in a recording.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from types import CodeType
 from typing import Any
 
 import torch
@@ -147,3 +148,20 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
     return sum(t.numel() * t.element_size() for t in tensors)
+
+
+# Operations that give their argument back and may have given it another storage or size.
+RESIZING = frozenset({"resize_", "resize_as_", "set_", "lift_fresh", "resize_storage_bytes_"})
+
+
+def may_allocate(func: Any) -> bool:
+    """Whether an operation can return storage that was not there before: not a view, nor one that writes in place."""
+    schema = func._schema
+    if schema.name.split("::")[1] in RESIZING or "out" in schema.overload_name:
+        return True
+    return not schema.returns or any(r.alias_info is None for r in schema.returns)
+
+
+def is_gather(code: CodeType) -> bool:
+    """Whether a function of FSDP2 fills or frees the storage of gathered parameters."""
+    return code.co_name in ("alloc_storage", "free_storage") and "_fully_shard" in code.co_filename

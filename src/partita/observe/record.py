@@ -20,15 +20,13 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -37,6 +35,7 @@ from partita.facts.ledger import Ledger, Traffic
 from partita.facts.mesh import Mesh
 from partita.observe import private, timing
 from partita.observe.calls import Call, Tail, finished_steps, rows_of, split_steps
+from partita.observe.phases import Phases
 
 FRAMES = 200  # how far up the stack a collective's caller is looked for
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -98,23 +97,21 @@ class Recorder(TorchDispatchMode):
 
     ``mesh`` names the axes; without one a group over the whole world is ``world`` and any other is named by its ranks.
     ``split`` says that steps are told from the program's optimizers (for a program that does not call ``step``).
+    ``phases`` may be shared with a ``PeakTracker``.
     """
 
-    def __init__(self, mesh: Mesh | None = None, split: bool = False) -> None:
+    def __init__(self, mesh: Mesh | None = None, split: bool = False, phases: Phases | None = None) -> None:
         super().__init__()
+        self.phases = phases or Phases()
         self.mesh = mesh
         self.split = split
         self._tails: list[tuple[int, float, float]] = []  # (step, or the last call where steps are split later)
         self._noted: list[_Noted] = []
-        self._phase: str | None = None
-        self._step = 0
         self._ends: list[tuple[int, int]] = []
-        self._optimizers: list[FrameType] = []  # the optimizer steps that run now, outermost first
         self._groups: dict[str, _Group] = {}
         self._plans: dict[Any, _Plan | None] = {}
         self._codes: dict[CodeType, tuple[str, str, str] | bool] = {}
         self._waits = timing.Waits()
-        self._hooks: list[Any] = []
         self._began_s = time.perf_counter()
         self._tail_of = private.NO_BACKWARD
 
@@ -127,10 +124,8 @@ class Recorder(TorchDispatchMode):
                 " a recorder needs the mesh of the program that runs"
             )
         self._groups.clear()
-        self._hooks = [
-            register_optimizer_step_pre_hook(self._optimizer_begins),
-            register_optimizer_step_post_hook(self._optimizer_ended),
-        ]
+        self.phases.ended.append(self._optimizer_ended)
+        self.phases.__enter__()
         self._waits.__enter__()
         super().__enter__()
         return self
@@ -140,23 +135,18 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         super().__exit__(kind, error, trace)
         self._waits.__exit__()
-        for hook in self._hooks:
-            hook.remove()
+        self.phases.__exit__()
+        self.phases.ended.remove(self._optimizer_ended)
 
     # What the user says
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
+    def phase(self, name: str) -> AbstractContextManager[None]:
         """Everything inside belongs to this phase, whatever the recorder would say by itself."""
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
+        return self.phases.mark(name)
 
     def step(self, index: int) -> None:
         """Everything from here on belongs to this step."""
-        self._step = index
+        self.phases.step = index
 
     # What was recorded
 
@@ -247,11 +237,11 @@ class Recorder(TorchDispatchMode):
         elif group.description.startswith("control"):
             place = _Place("control", group.description, place.phase, place.caller)
         dtypes = dict.fromkeys(str(t.dtype).removeprefix("torch.") for t in tensors)
-        phase = self._phase or place.phase or self._phase_now()
+        phase = self.phases.marked or place.phase or self.phases.now()
         if phase == "backward":
             self._watch_tail()
         noted = _Noted(
-            self._step, phase, verb, "+".join(dtypes) or "-", size, peer, op, group, place, timing.started(cuda)
+            self.phases.step, phase, verb, "+".join(dtypes) or "-", size, peer, op, group, place, timing.started(cuda)
         )
         self._noted.append(noted)
         return noted
@@ -291,29 +281,10 @@ class Recorder(TorchDispatchMode):
             return ("world",)
         return ("{" + ",".join(map(str, sorted(ranks))) + "}",)
 
-    # Phases and steps
+    # Steps, and the end of backward
 
-    def _phase_now(self) -> str:
-        if private.backward_task() != private.NO_BACKWARD:
-            return "backward"
-        return "step" if self._optimizers else "forward"
-
-    def _optimizer_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        # An optimizer may call another one, or its own base class.  A step that raised never ends: it is known by
-        # its frame, which is no longer below this one.
-        frame = sys._getframe(1)
-        below = set()
-        walk: FrameType | None = frame
-        while walk is not None:
-            below.add(walk)
-            walk = walk.f_back
-        self._optimizers = [f for f in self._optimizers if f in below] + [frame]
-
-    def _optimizer_ended(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if self._optimizers:
-            self._optimizers.pop()
-        if not self._optimizers:
-            self._ends.append((len(self._noted), id(optimizer)))
+    def _optimizer_ended(self, optimizer: Any) -> None:
+        self._ends.append((len(self._noted), id(optimizer)))
 
     def _watch_tail(self) -> None:
         """On the first collective of a backward: note when its computation ends, and when it ends for good.
@@ -325,7 +296,7 @@ class Recorder(TorchDispatchMode):
         if task in (private.NO_BACKWARD, self._tail_of):
             return
         self._tail_of = task
-        step = self._step
+        step = self.phases.step
 
         def computed() -> None:
             begin = time.perf_counter()
@@ -382,9 +353,9 @@ class Recorder(TorchDispatchMode):
         )
 
 
-def record(mesh: Mesh | None = None, split: bool = False) -> Recorder:
+def record(mesh: Mesh | None = None, split: bool = False, phases: Phases | None = None) -> Recorder:
     """A recorder to enter: ``with record(mesh) as recorder``."""
-    return Recorder(mesh, split)
+    return Recorder(mesh, split, phases)
 
 
 def _given(func: Any, args: Any, kwargs: dict[str, Any]) -> list[Any]:
