@@ -113,7 +113,12 @@ class Mesh:
     def _size(self) -> dict[str, int]:
         return dict(self.sizes)
 
-    @property
+    @cached_property
+    def _atoms(self) -> dict[tuple[str, ...], tuple[str, ...]]:
+        """What ``atoms`` found already."""
+        return {}
+
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return tuple(a for a, _ in self.sizes)
 
@@ -123,7 +128,9 @@ class Mesh:
 
     def atoms(self, *axes: str) -> tuple[str, ...]:
         """The mesh's own axes that ``axes`` stand for, in mesh order."""
-        return tuple(a for a, _ in self.sizes if a in axes or a.partition(".")[0] in axes)
+        if axes not in self._atoms:
+            self._atoms[axes] = tuple(a for a, _ in self.sizes if a in axes or a.partition(".")[0] in axes)
+        return self._atoms[axes]
 
     def size(self, *axes: str) -> int:
         return math.prod(self._size[a] for a in self.atoms(*axes))
