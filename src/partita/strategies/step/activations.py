@@ -136,6 +136,6 @@ def _gradients(case: Case) -> Iterator[Alive]:
         yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
     if case.precision.master:
         item = ITEM_BYTES[case.precision.master]
-        sizes = (h.elements(case.mesh, origin) * item for u in case.units for _ in range(u.count) for h in u.held)
+        runs = (([h.elements(case.mesh, origin) * item for h in u.held], u.count) for u in case.units)
         why = "gradients widened for the master, some at a time"
-        yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(sizes), why)
+        yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(runs), why)

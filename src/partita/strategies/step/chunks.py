@@ -19,7 +19,22 @@ def chunks(sizes: Iterable[int], limit: int = CHUNK_BYTES) -> list[range]:
     return [*out, range(start, end)] if end > start else out
 
 
-def largest(sizes: Iterable[int], limit: int = CHUNK_BYTES) -> int:
-    """Bytes of the largest chunk."""
-    listed = list(sizes)
-    return max((sum(listed[i] for i in run) for run in chunks(listed, limit)), default=0)
+def largest(runs: Iterable[tuple[list[int], int]], limit: int = CHUNK_BYTES) -> int:
+    """Bytes of the largest chunk of runs of alike units: (sizes of one unit's parameters, number of units).
+
+    A unit that begins with a chunk as full as another of its run did ends as that one did: it is not walked again.
+    """
+    best = total = 0
+    for sizes, count in runs:
+        known: dict[int, tuple[int, int]] = {}
+        for _ in range(count):
+            begin, top = total, 0
+            if begin not in known:
+                for n in sizes:
+                    if total and total + n > limit:
+                        top, total = max(top, total), 0
+                    total += n
+                known[begin] = top, total
+            top, total = known[begin]
+            best = max(best, top)
+    return max(best, total)
