@@ -25,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
@@ -90,10 +90,8 @@ class Child:
 
     def kill(self) -> None:
         """End the whole session of the rank."""
-        try:
+        with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            pass
         self.process.wait()
         self.pipe.close()
 
@@ -298,10 +296,8 @@ def _start(rank: int, variables: dict[str, str], listening: socket.socket, scrat
 
 
 def _hand_over(child: Child, message: bytes) -> None:
-    try:
+    with suppress(OSError):  # where it died at once the supervisor is about to hear of it
         child.pipe.send_bytes(message)
-    except OSError:
-        pass  # it died at once; the supervisor is about to hear of it
 
 
 def _supervise(job: Job, timeout_s: float | None) -> list[bytes]:

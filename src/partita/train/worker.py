@@ -62,6 +62,7 @@ def listen(pipe: Connection, messages: queue.Queue[bytes]) -> None:
 
 def work(pipe: Connection, path: list[str], module: str, name: str, args: tuple[Any, ...]) -> int:
     """Run the job and answer; the exit code."""
+    answer: tuple[str, Any, str, float]
     try:
         sys.path[:] = path
         answer = ("result", pickle.dumps(getattr(importlib.import_module(module), name)(*args)), "", time.monotonic())
