@@ -229,6 +229,12 @@ def test_the_worst_rank_is_found_among_the_corners() -> None:
     assert found.worst(every, total)[1] == 500
 
 
+def test_a_rank_that_no_row_names_is_a_corner_too() -> None:
+    found = ledger(memory(ranks=Ranks(("dp",), (((0, 3),),))))
+    assert {c["dp"] for c in found.corners()} == {0, 3}
+    assert {sum(r.bytes for r in found.at(c).memory) for c in found.corners()} == {0, 100}
+
+
 @pytest.mark.parametrize("layout", ["dp=4 full_shard", "dp=6 shard=3 full_shard", "dp=7 shard_grad_op"])
 def test_corners_meet_every_set_of_rows(layout: str) -> None:
     read = Layout.parse(layout)

@@ -166,6 +166,15 @@ def test_a_peak_inside_a_run_names_its_block() -> None:
     assert rows == {"grows (at forward of blocks.4)": 11, "shrinks (at forward of blocks.4)": 96}
 
 
+def test_a_peak_may_be_one_block_before_the_end_of_a_run() -> None:
+    """What is made one block ahead is complete there, while what is freed block by block has two left."""
+    case = case_of(("first", 1), ("blocks.4..11", 8), ("last", 1))
+    ahead = Alive("fsdp", "gathered", "blocks.4..11", Moment("forward", -1), Moment("loss"), "float32", 12, "ahead")
+    freed = replace(ahead, begin=Moment("start"), end=Moment("forward"), bytes=11, why="freed")
+    rows = {r.why: r.bytes for r in transients(case, [ahead, freed]) if r.phase == "forward"}
+    assert rows == {"ahead (at forward of blocks.10)": 96, "freed (at forward of blocks.10)": 22}
+
+
 # Peaks of a ledger
 
 

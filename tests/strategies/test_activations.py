@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -50,6 +51,13 @@ def mask_of(model: Model, calls: Calls, dtype: Any) -> list[Any]:
     """The additive mask that documents or a window need; it is built once and serves every layer."""
     mask = calls.attend.mask(torch.zeros(BATCH, model.heads, LENGTH, model.head_dim, dtype=dtype))  # type: ignore[attr-defined]
     return [] if mask is None else [mask]
+
+
+@pytest.fixture(autouse=True)
+def without_the_warning_that_a_norm_is_not_fused() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
+        yield
 
 
 def block_bytes(model: Model, dtype: Any, documents: Any = None, autocast: bool = False) -> int:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from partita.facts.case import Held, Split, Unit
 from partita.facts.errors import Refused
 from partita.facts.layout import Layout
 from partita.facts.ledger import Ledger
-from partita.facts.model import Model
+from partita.facts.mesh import Mesh
+from partita.facts.model import Model, Parameter
 from partita.facts.precision import PRESETS
 from partita.facts.work import Training
 from partita.plan.account import Account, account
@@ -111,6 +115,27 @@ def test_without_clipping_the_norm_is_not_measured() -> None:
 
 def test_messages_do_not_grow_with_micro_batches() -> None:
     assert messages(priced("dp=2 full_shard", batch=2)) == messages(priced("dp=2 full_shard", batch=10))
+
+
+def test_a_norm_over_several_axes_is_completed_one_axis_after_another() -> None:
+    """Tensors in shards over dp and tp, over dp alone, over tp alone and whole.
+
+    Over dp two numbers are summed (what tp must still sum, and what is done); over tp then one, in which the first of
+    them has joined what lay over tp alone.
+    """
+    bare = priced("dp=4").case
+    mesh = Mesh.of(Layout(dp=4, tp=2))
+
+    def lying(*axes: str) -> Held:
+        return Held(Parameter("p", (8, 8), "test", "first"), 1, tuple(Split("room", (a,), 0) for a in axes))
+
+    def reductions(*held: Held) -> list[tuple[str, int]]:
+        return list(norm_reductions(replace(bare, mesh=mesh, units=(Unit("first", 1, held, 1, 1),))))
+
+    assert reductions(lying("dp", "tp"), lying("dp"), lying("tp"), lying()) == [("dp", 2), ("tp", 1)]
+    assert reductions(lying("tp"), lying()) == [("tp", 1)]
+    assert reductions(lying("tp", "dp")) == [("dp", 1), ("tp", 1)]
+    assert reductions(lying()) == []
 
 
 def test_one_device_sends_nothing() -> None:
