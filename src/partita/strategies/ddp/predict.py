@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
+from partita.facts.bucketing import Bucketing, GradientRun, word_of
 from partita.facts.case import BACKWARD, START, Alive, Case, Division, Held, Moment, Unit
 from partita.facts.layout import DEFAULT_BUCKET_MB, Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
@@ -118,6 +119,17 @@ def steady_buckets(case: Case) -> list[int]:
     mb = case.layout.bucket_mb
     cap = int(mb * MIB)
     return buckets(ready_runs(case), cap, FIRST_BUCKET_BYTES if mb == DEFAULT_BUCKET_MB else cap)
+
+
+def bucketing(case: Case) -> Iterator[Bucketing]:
+    """The buckets of a steady step, all-reduced in the last micro-batch's backward alone."""
+    item, sizes = case.precision.bytes("gradients"), tuple(steady_buckets(case))
+    runs = []
+    for unit in reversed(case.units):
+        held = ready_in_unit(unit)
+        names = tuple(word_of(h.parameter.name) for h in held)
+        runs.append(GradientRun(unit.name, unit.count, names, tuple(h.parameter.elements * item for h in held)))
+    yield Bucketing("ddp", "all_reduce", case.data_axes, case.precision.gradients, sizes, sizes, tuple(runs))
 
 
 def traffic(case: Case) -> Iterator[Traffic]:
