@@ -1,9 +1,10 @@
 """Peaks of memory, by phase, with what was alive at the peak.
 
-A tracker is a mode of the dispatcher: every storage that comes out of an operation is counted from then until it is
-freed (a weak reference to the storage says when).  It works on CPUs, where torch counts nothing, and on fake tensors.
-What it cannot see: memory that an operation allocates and frees inside, allocators' rounding and fragmentation, and
-tensors that never came out of an operation (``hold`` registers those).  On CUDA the allocator's own peaks stand beside.
+A tracker is a mode of the dispatcher: every storage that comes out of an operation, be it a view, is counted from then
+until it is freed (a weak reference to the storage says when).  It works on CPUs, where torch counts nothing, and on
+fake tensors.  What it cannot see: memory that an operation allocates and frees inside, allocators' rounding and
+fragmentation, and tensors that never came out of an operation (``hold`` registers those).  On CUDA the allocator's own
+peaks stand beside; that half has never run where this project is built.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -73,19 +75,18 @@ class _Life:
 class _Top:
     """The peak of a phase so far."""
 
-    bytes: int
-    moment: int
-    op: str
-    seconds: float
+    bytes: int = -1
+    moment: int = 0
+    op: Any = ""
+    seconds: float = 0.0
     allocated: int | None = None
     reserved: int | None = None
-    by: dict[str, int] = field(default_factory=dict)
 
 
 class PeakTracker(TorchDispatchMode):
     """Counts the bytes that are alive on one type of device, for the thread that enters it.
 
-    ``phases`` may be shared with a ``Recorder``; ``steps(i)`` marks steps.  Parameters, gradients and optimizer state
+    ``phases`` may be shared with a ``Recorder``; ``step(i)`` marks steps.  Parameters, gradients and optimizer state
     are known from the optimizer when it steps; ``hold`` names anything else, and what existed before.
     """
 
@@ -100,11 +101,12 @@ class PeakTracker(TorchDispatchMode):
         self._moment = 0
         self._tops: dict[tuple[int, str], _Top] = {}
         self._where: tuple[int, str] = (-1, "")
-        self._makes: dict[Any, bool] = {}
+        self._shows: dict[Any, bool] = {}
         self._began_s = time.perf_counter()
         self._resize: Callable[..., Any] | None = None
 
     def __enter__(self) -> PeakTracker:
+        self.phases.changed.append(self._look)
         self.phases.began.append(self._optimizer_begins)
         self.phases.ended.append(self._optimizer_ended)
         self.phases.__enter__()
@@ -128,6 +130,7 @@ class PeakTracker(TorchDispatchMode):
         assert self._resize is not None
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         self.phases.__exit__()
+        self.phases.changed.remove(self._look)
         self.phases.began.remove(self._optimizer_begins)
         self.phases.ended.remove(self._optimizer_ended)
         self._close_allocator()
@@ -135,6 +138,10 @@ class PeakTracker(TorchDispatchMode):
     def step(self, index: int) -> None:
         """Everything from here on belongs to this step."""
         self.phases.step = index
+
+    def phase(self, name: str) -> AbstractContextManager[None]:
+        """Everything inside belongs to this phase, whatever the tracker would say by itself."""
+        return self.phases.mark(name)
 
     def hold(self, category: str, tensors: Iterable[torch.Tensor]) -> None:
         """Names tensors.  Those not seen so far count as if they had been there all along in this step."""
@@ -153,7 +160,7 @@ class PeakTracker(TorchDispatchMode):
     def peaks(self, step: int | None = None) -> tuple[Peak, ...]:
         """The peak of every phase of one step, or of all steps."""
         return tuple(
-            Peak(s, phase, top.bytes, top.op, top.seconds, self._alive(top.moment), top.allocated, top.reserved)
+            Peak(s, phase, top.bytes, str(top.op), top.seconds, self._alive(top.moment), top.allocated, top.reserved)
             for (s, phase), top in self._tops.items()
             if step is None or s == step
         )
@@ -172,17 +179,14 @@ class PeakTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if types and any(private.takes_over(t) for t in types):
             return NotImplemented  # it runs on local tensors, and those operations come back here
-        where = (self.phases.step, self.phases.now())
-        if where != self._where:
-            self._enter_phase(where)
         out = func(*args, **kwargs) if kwargs else func(*args)
         self._moment += 1
-        makes = self._makes.get(func)
-        if makes is None:
-            makes = self._makes[func] = private.may_allocate(func)
-        if makes:
+        shows = self._shows.get(func)
+        if shows is None:
+            shows = self._shows[func] = private.may_show(func)
+        if shows:
             before = self.current
-            for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(out):
+            for tensor in (out,) if isinstance(out, torch.Tensor) else _tensors(args if out is None else out):
                 self._see(tensor)
             if self.current > before:
                 self._top(func)
@@ -241,14 +245,19 @@ class PeakTracker(TorchDispatchMode):
 
     # Peaks
 
+    def _look(self) -> None:
+        """A phase begins with the first operation that adds to memory, with an optimizer, or where it is marked."""
+        where = (self.phases.step, self.phases.now())
+        if where != self._where:
+            self._enter_phase(where)
+
     def _enter_phase(self, where: tuple[int, str]) -> None:
         self._close_allocator()
         self._moment += 1  # what was freed since the last operation is no part of this phase
         self._where = where
-        if where not in self._tops:
-            self._tops[where] = _Top(self.current, self._moment, "what was there before", self._now_s())
-        elif self.current > self._tops[where].bytes:
-            self._top("what was there before")
+        top = self._tops.setdefault(where, _Top())
+        if self.current > top.bytes:
+            self._raise(top, "what was there before")
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
@@ -260,12 +269,13 @@ class PeakTracker(TorchDispatchMode):
             top.reserved = max(top.reserved or 0, torch.cuda.max_memory_reserved())
 
     def _top(self, func: Any) -> None:
-        where = (self.phases.step, self.phases.now())
-        if where != self._where:
-            self._enter_phase(where)
-        top = self._tops[where]
+        self._look()
+        top = self._tops[self._where]
         if self.current > top.bytes:
-            top.bytes, top.moment, top.op, top.seconds = self.current, self._moment, str(func), self._now_s()
+            self._raise(top, func)
+
+    def _raise(self, top: _Top, func: Any) -> None:
+        top.bytes, top.moment, top.op, top.seconds = self.current, self._moment, func, self._now_s()
 
     def _now_s(self) -> float:
         return time.perf_counter() - self._began_s
@@ -287,6 +297,7 @@ class PeakTracker(TorchDispatchMode):
     # What the optimizer tells
 
     def _optimizer_begins(self, optimizer: Any) -> None:
+        self._look()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self.hold("parameters", parameters)
         self.hold("gradients", [p.grad for p in parameters if p.grad is not None])

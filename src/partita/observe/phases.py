@@ -21,13 +21,15 @@ Listener = Callable[[Any], None]
 class Phases:
     """Says which phase it is now.  Hooks on optimizers hold while it is entered (it may be entered by several).
 
-    ``began`` and ``ended`` are called with an optimizer when its step begins and ends, outermost steps only.
+    ``began`` and ``ended`` are called with an optimizer when its step begins and ends, outermost steps only;
+    ``changed`` when a marked phase begins.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.began: list[Listener] = []
         self.ended: list[Listener] = []
+        self.changed: list[Callable[[], None]] = []
         self._marked: str | None = None
         self._running: list[FrameType] = []  # the optimizer steps that run now, outermost first
         self._entered = 0
@@ -53,6 +55,8 @@ class Phases:
     def mark(self, name: str) -> Iterator[None]:
         """Everything inside belongs to this phase."""
         before, self._marked = self._marked, name
+        for listener in self.changed:
+            listener()
         try:
             yield
         finally:

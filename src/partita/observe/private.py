@@ -154,12 +154,16 @@ def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
 RESIZING = frozenset({"resize_", "resize_as_", "set_", "lift_fresh", "resize_storage_bytes_"})
 
 
-def may_allocate(func: Any) -> bool:
-    """Whether an operation can return storage that was not there before: not a view, nor one that writes in place."""
+def may_show(func: Any) -> bool:
+    """Whether an operation can show storage that was not seen before: any but those that only write in place.
+
+    A view can: of a tensor that came from elsewhere, or of one that a backend made for itself.
+    """
     schema = func._schema
     if schema.name.split("::")[1] in RESIZING or "out" in schema.overload_name:
         return True
-    return not schema.returns or any(r.alias_info is None for r in schema.returns)
+    tensors = [r for r in schema.returns if "Tensor" in str(r.type)]
+    return any(r.alias_info is None or not r.alias_info.is_write for r in tensors)
 
 
 def is_gather(code: CodeType) -> bool:

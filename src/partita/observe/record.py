@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self._noted: list[_Noted] = []
         self._ends: list[tuple[int, int]] = []
         self._groups: dict[str, _Group] = {}
+        self._seen: dict[Any, bool] = {}
         self._plans: dict[Any, _Plan | None] = {}
         self._codes: dict[CodeType, tuple[str, str, str] | bool] = {}
         self._waits = timing.Waits()
@@ -186,8 +187,11 @@ class Recorder(TorchDispatchMode):
         if types and any(private.takes_over(t) for t in types):
             return NotImplemented  # it runs on local tensors, and those operations come back here
         self._waits.let_go()
-        if func.namespace not in private.OPS:
-            return func(*args, **(kwargs or {}))
+        communicates = self._seen.get(func)
+        if communicates is None:
+            communicates = self._seen[func] = func.namespace in private.OPS
+        if not communicates:
+            return func(*args, **kwargs) if kwargs else func(*args)
         return self._collective(func, args, kwargs or {})
 
     def _collective(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
