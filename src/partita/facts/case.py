@@ -1,11 +1,12 @@
 """Case: what every room of a layout is given.
 
-``account`` folds the rooms' divisions into it: which rank holds what, how long the padded sequence is, and how often each
-unit runs.  The type lives here because rooms may not import the plan that fills it in.
+``account`` folds the rooms' divisions into it: which rank holds what, how long the padded sequence is, and how often
+each unit runs.  The type lives here because rooms may not import the plan that fills it in.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -22,8 +23,8 @@ from partita.facts.work import Training
 class Split:
     """One room's division of one tensor: ``dim`` over the flattened ``axis``, in chunks of ceil(n / ranks).
 
-    That is torch.chunk's rule, and DTensor's: the last chunks may be short or empty.  ``store_padded``: the local storage
-    holds the whole chunk even where it is short.  ``zigzag``: 2n chunks, of which rank i holds i and 2n-1-i.
+    That is torch.chunk's rule, and DTensor's: the last chunks may be short or empty.  ``store_padded``: the local
+    storage holds the whole chunk even where it is short.  ``zigzag``: 2n chunks, of which rank i holds i and 2n-1-i.
     """
 
     owner: str
@@ -35,7 +36,9 @@ class Split:
 
 @dataclass(frozen=True)
 class Held:
-    """A parameter (or, by pattern, that of ``count`` alike blocks) as the rooms divide it: splits nest, left to right."""
+    """A parameter (or, by pattern, that of ``count`` alike blocks) as the rooms divide it: splits nest, left to
+    right.
+    """
 
     parameter: Parameter
     count: int = 1
@@ -65,11 +68,70 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Bucket:
+    """Elements that lie one after another in a flat buffer: ``matrices`` of them first, then those of vectors."""
+
+    elements: int
+    matrices: int
+
+
+@dataclass(frozen=True)
+class Flat:
+    """A division of objects that lie flat: each bucket in equal chunks over the flattened ``axis``.
+
+    ``objects`` are what is divided (``optimizer state``, ``master``, ``gradients``); parameters stay whole.
+    ``buckets`` are kinds of buckets and their numbers.  A bucket is padded once to a multiple of the ranks.
+    """
+
+    owner: str
+    axis: tuple[str, ...]
+    ranks: int
+    objects: tuple[str, ...]
+    buckets: tuple[tuple[Bucket, int], ...]
+
+    def chunk(self, bucket: Bucket) -> int:
+        """Elements of one rank's chunk, padding included."""
+        return math.ceil(bucket.elements / self.ranks)
+
+    def elements(self, index: int) -> int:
+        """Elements, without padding, that the rank at ``index`` along the axis owns."""
+        return sum(n * self._inside(b, index, 0, b.elements) for b, n in self.buckets)
+
+    @property
+    def stored(self) -> int:
+        """Elements of one rank's chunks of all buckets, padding included."""
+        return sum(n * self.chunk(b) for b, n in self.buckets)
+
+    @property
+    def padding(self) -> int:
+        """Elements by which all buckets, whole, are longer than what lies in them."""
+        return sum(n * (self.chunk(b) * self.ranks - b.elements) for b, n in self.buckets)
+
+    def pieces(self, index: int) -> Iterator[int]:
+        """Elements of each tensor that the rank's optimizer updates: of a bucket, its matrices and its vectors."""
+        for b, n in self.buckets:
+            for size in (self._inside(b, index, 0, b.matrices), self._inside(b, index, b.matrices, b.elements)):
+                if size:
+                    yield from itertools.repeat(size, n)
+
+    def _inside(self, bucket: Bucket, index: int, begin: int, end: int) -> int:
+        """Elements of the rank's chunk that lie in ``begin`` <= i < ``end`` of the bucket."""
+        chunk = self.chunk(bucket)
+        return max(0, min(end, (index + 1) * chunk) - max(begin, index * chunk))
+
+    def cuts(self) -> set[int]:
+        """Indices along the axis at which the number of elements or of pieces may change."""
+        ends = {(end, self.chunk(b)) for b, _ in self.buckets for end in (b.matrices, b.elements)}
+        return {i for end, chunk in ends if chunk for i in (end // chunk, end // chunk + 1) if 0 < i < self.ranks}
+
+
+@dataclass(frozen=True)
 class Division:
-    """What one room divides: parameters by pattern, and named activations (``residual``, ``logits``)."""
+    """What one room divides: parameters by pattern, named activations (``residual``, ``logits``), what lies flat."""
 
     parameters: dict[str, Split] = field(default_factory=dict)
     streams: dict[str, Split] = field(default_factory=dict)
+    flat: Flat | None = None
 
 
 @dataclass(frozen=True)
@@ -103,8 +165,8 @@ class Part:
 class Moment:
     """A point of a step: ``start``, ``forward`` or ``backward`` of a unit, ``loss``, ``step`` (the optimizer), ``end``.
 
-    ``offset`` moves it by whole units, in the order in which they run: ``Moment("forward", -1)`` is the forward of the unit
-    before.
+    ``offset`` moves it by whole units, in the order in which they run: ``Moment("forward", -1)`` is the forward of
+    the unit before.
     """
 
     kind: str
@@ -119,8 +181,8 @@ FORWARD, BACKWARD, LAST_BACKWARD = Moment("forward"), Moment("backward"), Moment
 class Alive:
     """Bytes of an object that are alive from one moment of a step to another (both included).
 
-    With a ``unit`` that is a run of blocks, each block has these bytes between its own moments.  Without one, the bytes are
-    there once, and the moments must not name a unit.  ``plan.peak`` finds where the sum is largest.
+    With a ``unit`` that is a run of blocks, each block has these bytes between its own moments.  Without one, the
+    bytes are there once, and the moments must not name a unit.  ``plan.peak`` finds where the sum is largest.
     """
 
     owner: str
@@ -138,6 +200,8 @@ class Case:
     """A layout of a model for a piece of work, divided.  ``precision`` is as the rooms store it.
 
     ``kernels`` is the kernel set that decides which activations are saved: ``cpu`` (eager) or ``cuda`` (fused).
+    ``flat`` is the division of what lies flat, if a room has one; ``scales_loss`` says that every room works with a
+    scaled loss.
     """
 
     model: Model
@@ -150,6 +214,8 @@ class Case:
     streams: dict[str, tuple[Split, ...]] = field(default_factory=dict, hash=False)
     parts: tuple[Part, ...] = ()
     actions: dict[int, tuple[str, ...]] | None = field(default=None, hash=False)
+    flat: Flat | None = None
+    scales_loss: bool = False
 
     @property
     def held(self) -> Iterator[Held]:
@@ -199,6 +265,9 @@ class Case:
             lengths = {dim: {n} for dim, n in enumerate(shape)}
             for s in splits:
                 lengths[s.dim] = self._cut(s, lengths[s.dim], out)
+        if self.flat:
+            for i in self.flat.cuts():
+                self._mark(self.mesh.live(*self.flat.axis), i, out)
         if len(self.parts) > 1:
             out["pp"] = set(range(self.mesh.size("pp")))
         return out
@@ -213,15 +282,18 @@ class Case:
             rest = n - whole * chunk
             left |= {x for x in (chunk if whole else 0, rest) if x}
             for i in (whole, whole + 1) if rest else (whole,):
-                if not 0 < i < size:
-                    continue
-                if len(axes) == 1:
-                    out.setdefault(axes[0], set()).add(i)
-                else:
-                    # The flattened index i falls inside a row of the slower axis: every index may matter.
-                    for a in axes:
-                        out.setdefault(a, set()).update(self._edges(axes, a, i))
+                if 0 < i < size:
+                    self._mark(axes, i, out)
         return left
+
+    def _mark(self, axes: tuple[str, ...], i: int, out: dict[str, set[int]]) -> None:
+        """Note the flattened index ``i`` of ``axes``."""
+        if len(axes) == 1:
+            out.setdefault(axes[0], set()).add(i)
+            return
+        # The flattened index falls inside a row of the slower axis: every index may matter.
+        for a in axes:
+            out.setdefault(a, set()).update(self._edges(axes, a, i))
 
     def _edges(self, axes: tuple[str, ...], axis: str, flat: int) -> set[int]:
         """Indices along ``axis`` next to the flattened index ``flat`` of ``axes``."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from partita.facts.case import Case, Held, Part, Split, Unit
+from partita.facts.case import Case, Flat, Held, Part, Split, Unit
 from partita.facts.errors import Refused
 from partita.facts.layout import Layout
 from partita.facts.ledger import Ledger
@@ -53,16 +53,19 @@ def case_of(
     model: Model, layout: Layout, work: Training, rooms: list[tuple[str, Predict]], kernels: str = "cpu"
 ) -> Case:
     """Divide: what is held where, and how often it runs."""
-    bare = Case(model, layout, Mesh.of(layout), work, work.precision, kernels)
+    scales = all(getattr(room, "SCALES_LOSS", False) for _, room in rooms)
+    bare = Case(model, layout, Mesh.of(layout), work, work.precision, kernels, scales_loss=scales)
     reasons = list(unclaimed(layout)) + [f"layout '{layout}': {why}" for _, room in rooms for why in room.refuse(bare)]
     if reasons:
         raise Refused("; ".join(reasons))
     precision = work.precision
+    flat: Flat | None = None
     splits: dict[str, tuple[Split, ...]] = {}
     streams: dict[str, tuple[Split, ...]] = {}
     for _, room in rooms:
         precision = room.store(precision)
         division = room.divide(bare)
+        flat = division.flat or flat
         for name, split in division.parameters.items():
             splits[name] = (*splits.get(name, ()), split)
         for name, split in division.streams.items():
@@ -79,4 +82,4 @@ def case_of(
         for span in model.spans
     )
     parts = (Part(0, tuple(u.name for u in units)),)
-    return replace(bare, precision=precision, units=units, streams=streams, parts=parts)
+    return replace(bare, precision=precision, units=units, streams=streams, parts=parts, flat=flat)

@@ -98,7 +98,8 @@ def norm(case: Case, ledger: Ledger) -> Finding:
     """Squares are completed over exactly the axes in which gradients lie in shards."""
     if case.work.clip is None:
         return Finding(3, "norm", None, "the norm is not measured: clipping is off")
-    sharded = {a for h in case.held for a in case.mesh.live(*h.axes)}
+    flat = case.flat.axis if case.flat else ()
+    sharded = {a for h in case.held for a in case.mesh.live(*h.axes, *flat)}
     summed = {a for r in ledger.traffic if r.owner == "step" and "norm" in r.why for a in r.axis}
     if sharded != summed:
         return Finding(

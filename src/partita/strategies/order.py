@@ -15,12 +15,12 @@ from partita.facts.layout import Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
 from partita.facts.precision import Precision
 
-NAMES = ("ddp", "fsdp", "step")
+NAMES = ("ddp", "zero", "fsdp", "step")
 NEUTRAL = ("dp", "mb", "sp")  # words that every layout has, whatever rooms are in it
 
 
 class Predict(Protocol):
-    """A room's first door."""
+    """A room's first door.  One that also works with a scaled loss says ``SCALES_LOSS = True``."""
 
     AFTER: tuple[str, ...]
     WORDS: tuple[str, ...]
@@ -71,7 +71,7 @@ def unclaimed(layout: Layout) -> Iterator[str]:
 
 
 def _known() -> str:
-    return "dp=N with ddp, full_shard or shard_grad_op"
+    return "dp=N with ddp, zero1, zero2, full_shard or shard_grad_op"
 
 
 def _door(name: str, door: str) -> Any:

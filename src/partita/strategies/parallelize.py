@@ -14,6 +14,30 @@ from partita.strategies.groups import Groups
 from partita.strategies.order import appliers
 
 
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``begin`` <= i < ``end`` of a parameter laid flat; they lie at ``offset`` of an ``Owned`` tensor."""
+
+    name: str
+    begin: int
+    end: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Owned:
+    """What this rank's optimizer updates as one tensor: a parameter, or elements of several that lie flat.
+
+    ``name`` is a global name whose norm axes are those of the whole; ``decays``: whether weight decay applies.
+    ``slices`` is empty for a whole parameter (or its DTensor).
+    """
+
+    name: str
+    tensor: nn.Parameter
+    decays: bool
+    slices: tuple[Slice, ...] = ()
+
+
 @dataclass
 class Step:
     """A training step in parts, and what a room's ``apply`` may change of it.
@@ -23,6 +47,8 @@ class Step:
     batches before they run; ``around`` are contexts round the whole step, ``contexts`` round micro-batch i of n,
     ``forward_contexts`` round its forward alone; ``after_backward`` runs once before the norm is measured;
     ``execute`` runs the micro-batches in another way than one after another.
+    ``owned`` is what the optimizer updates, where it is not each parameter; ``after_step`` runs after it has;
+    ``settling`` waits for what ``after_step`` left under way.  ``scaling`` scales the loss, for float16.
     ``materialise`` gives a model that was built without storage its values, once: a room that shards calls it
     after, one that copies before.
     """
@@ -36,9 +62,13 @@ class Step:
     contexts: list[Callable[[int, int], AbstractContextManager[Any]]] = field(default_factory=list)
     forward_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     after_backward: list[Callable[[], None]] = field(default_factory=list)
+    after_step: list[Callable[[], None]] = field(default_factory=list)
+    settling: list[Callable[[], None]] = field(default_factory=list)
+    owned: list[Owned] = field(default_factory=list)
     materialise: Callable[[], None] = field(default=lambda: None)
     aliases: dict[str, str] = field(default_factory=dict)
     optimizer: Any = None
+    scaling: Any = None
     timeline: Any = None
 
     def __post_init__(self) -> None:
@@ -48,6 +78,16 @@ class Step:
         """Parameters under their global names."""
         for name, p in self.module.named_parameters():
             yield self.aliases.get(name, name), p
+
+    def pieces(self) -> list[Owned]:
+        """What the optimizer updates, whose gradients are measured and clipped: each element once over the ranks that
+        hold it in shards."""
+        return self.owned or [Owned(name, p, p.dim() >= 2) for name, p in self.named()]
+
+    def settle(self) -> None:
+        """Wait until parameters are what the last step made them; before anything but a forward reads them."""
+        for wait in self.settling:
+            wait()
 
 
 def parallelize(

@@ -36,11 +36,13 @@ Mark = Callable[[str], AbstractContextManager[object]]
 @dataclass(frozen=True)
 class Result:
     """Of the global batch, the same on every rank: mean loss per counted token, gradient norm before clipping (None
-    where it is not measured), and the number of counted tokens.  Tensors, unread."""
+    where it is not measured), the number of counted tokens, and, where the loss is scaled, 1.0 if a gradient
+    overflowed and the update was skipped.  Tensors, unread."""
 
     loss: Tensor
     norm: Tensor | None
     counted: Tensor
+    skipped: Tensor | None = None
 
 
 def local(t: Tensor) -> Tensor:
@@ -74,9 +76,26 @@ def train_step(
             group = groups.group("pp", "dp", "cp") if groups else None
             if group:
                 dist.all_reduce(loss, group=group)
-            norm = clip(step, case, groups)
-            step.optimizer.step()
-    return Result(loss, norm, counted)
+            norm = update(step, case, groups)
+            for start in step.after_step:
+                start()
+    return Result(loss, norm, counted, step.scaling.overflowed if step.scaling else None)
+
+
+def update(step: Step, case: Case, groups: Groups | None) -> Tensor | None:
+    """Clip, and let the optimizer update what this rank owns; returns the norm before clipping, if it is measured."""
+    if step.scaling is None:
+        norm = clip(step, case, groups)
+        step.optimizer.step()
+        return norm
+    with torch.no_grad():
+        step.scaling.agree(local(o.tensor.grad) for o in step.pieces() if o.tensor.grad is not None)
+        norm = factor = None
+        if case.work.clip is not None:
+            norm = squared_norm(step, case, groups).sqrt() / step.scaling.scale
+            factor = clipping(norm, case.work.clip)
+        step.scaling.update(step.optimizer, factor)
+    return norm
 
 
 def count(batches: Sequence[Batch], case: Case, groups: Groups | None) -> Tensor:
@@ -101,7 +120,7 @@ def micro_batches(step: Step, batches: Sequence[Batch], counted: Tensor, mark: M
             with mark("forward"):
                 loss = forward(step, batch, counted)
             with mark("backward"):
-                loss.backward()
+                (loss if step.scaling is None else loss * step.scaling.scale).backward()
         shown += loss.detach()
     return shown
 
@@ -125,10 +144,10 @@ def squared_norm(step: Step, case: Case, groups: Groups | None) -> Tensor:
     device = next(step.module.parameters()).device
     dtype = getattr(torch, norm_dtype(case.precision))
     sums = {norm_axes(case, h): torch.zeros((), dtype=dtype, device=device) for h in case.held}
-    for name, p in step.named():
-        if p.grad is not None:
-            key = norm_axes(case, case.by_name[name])
-            sums[key] = sums[key] + torch.linalg.vector_norm(local(p.grad), dtype=dtype).square()
+    for o in step.pieces():
+        if o.tensor.grad is not None:
+            key = norm_axes(case, case.by_name[o.name])
+            sums[key] = sums[key] + torch.linalg.vector_norm(local(o.tensor.grad), dtype=dtype).square()
     for axis in case.mesh.names:
         here = [k for k in sums if axis in k]
         if not here or groups is None:
@@ -153,8 +172,13 @@ def clip(step: Step, case: Case, groups: Groups | None) -> Tensor | None:
     if case.work.clip is None:
         return None
     norm = squared_norm(step, case, groups).sqrt()
-    scale = (case.work.clip / (norm + 1e-12)).clamp(max=1.0)
-    for p in step.module.parameters():
-        if p.grad is not None:
-            local(p.grad).mul_(scale.to(p.grad.dtype))
+    scale = clipping(norm, case.work.clip)
+    for o in step.pieces():
+        if o.tensor.grad is not None:
+            local(o.tensor.grad).mul_(scale.to(o.tensor.grad.dtype))
     return norm
+
+
+def clipping(norm: Tensor, limit: float) -> Tensor:
+    """What gradients of this norm are multiplied by."""
+    return (limit / (norm + 1e-12)).clamp(max=1.0)

@@ -6,7 +6,6 @@ Annotations are evaluated here: torch compares the hook's with the class itself.
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,25 +15,7 @@ from partita.facts.case import Case
 from partita.facts.layout import DEFAULT_BUCKET_MB
 from partita.strategies.groups import Groups
 from partita.strategies.parallelize import Step
-
-
-@dataclass
-class BucketTimes:
-    """One bucket of one backward: seconds of ``time.perf_counter``; ``done_s`` is None until it is done."""
-
-    index: int
-    bytes: int
-    parameters: int
-    ready_s: float
-    launch_s: float = 0.0
-    done_s: float | None = None
-
-
-@dataclass
-class Timeline:
-    """The buckets of the current step, in launch order; the caller clears it between steps."""
-
-    buckets: list[BucketTimes] = field(default_factory=list)
+from partita.strategies.timeline import BucketTimes, Timeline
 
 
 def summing(group: dist.ProcessGroup, timeline: Timeline) -> Callable[[Any, Any], torch.futures.Future[torch.Tensor]]:

@@ -7,6 +7,7 @@ device here). Sizes are elements per token; Korthikanti et al. 2022, section 4, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -124,10 +125,14 @@ def _gradients(case: Case) -> Iterator[Alive]:
     rows of phase ``step``)."""
     dtype = case.precision.gradients
     item, origin = ITEM_BYTES[dtype], dict.fromkeys(case.mesh.names, 0)
-    begin = BACKWARD if case.micro_batches == 1 else START
+    # Whole gradients accumulate from the first micro-batch on; shards of them come out of the one reduction.
+    reduced = set(case.data_axes)
+    shares = case.flat.ranks if case.flat and "gradients" in case.flat.objects else 1
     for unit in case.units:
-        size = item * sum(h.elements(case.mesh, origin, padded=True) for h in unit.held)
+        size = item * math.ceil(sum(h.elements(case.mesh, origin, padded=True) for h in unit.held) / shares)
         why = "as the rank that owns them keeps them"
+        sharded = any(reduced & set(case.mesh.live(*h.axes)) for h in unit.held)
+        begin = Moment("backward", 1) if sharded else BACKWARD if case.micro_batches == 1 else START
         yield Alive("step", "gradients", unit.name, begin, LAST_BACKWARD, dtype, size, why)
     if case.model.tied:
         head = next(h for u in case.units for h in u.held if h.parameter.tie)
@@ -136,6 +141,9 @@ def _gradients(case: Case) -> Iterator[Alive]:
         yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
     if case.precision.master:
         item = ITEM_BYTES[case.precision.master]
-        runs = (([h.elements(case.mesh, origin) * item for h in u.held], u.count) for u in case.units)
+        if case.flat:
+            runs = [([n * item], 1) for n in case.flat.pieces(0)]
+        else:
+            runs = [([h.elements(case.mesh, origin) * item for h in u.held], u.count) for u in case.units]
         why = "gradients widened for the master, some at a time"
         yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(runs), why)

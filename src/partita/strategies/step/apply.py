@@ -1,4 +1,4 @@
-"""Gives the step its optimizer, and its autocast where the precision asks for one."""
+"""Gives the step its optimizer, and its autocast or loss scaling where the precision asks for one."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ from partita.facts.case import Case
 from partita.strategies.groups import Groups
 from partita.strategies.parallelize import Step
 from partita.strategies.step.optimizer import build
+from partita.strategies.step.predict import scaled
+from partita.strategies.step.scaling import LossScale, prepare
 
 
 def apply(step: Step, groups: Groups | None, case: Case) -> None:
     step.materialise()
-    step.optimizer = build(list(step.named()), case.work, case.precision)
+    step.optimizer = build(step.pieces(), case.work, case.precision)
+    if scaled(case.precision):
+        group = groups.group(*case.mesh.names) if groups else None
+        step.scaling = LossScale(next(step.module.parameters()).device, group)
+        prepare(step.optimizer)
     if case.precision.autocast:
         device = next(step.module.parameters()).device.type
         dtype = getattr(torch, case.precision.compute)

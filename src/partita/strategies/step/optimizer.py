@@ -11,25 +11,25 @@ from torch.distributed.tensor import DTensor
 
 from partita.facts.precision import Precision
 from partita.facts.work import Training
+from partita.strategies.parallelize import Owned
 from partita.strategies.step.chunks import chunks
+from partita.strategies.step.predict import scaled
 
-Named = list[tuple[str, nn.Parameter]]
 
-
-def build(named: Named, work: Training, precision: Precision) -> Any:
-    """An optimizer over parameters under their global names; weight decay on matrices alone."""
+def build(owned: list[Owned], work: Training, precision: Precision) -> Any:
+    """An optimizer over what this rank owns; weight decay on matrices alone."""
     if precision.master is None:
-        return _plain(named, work)
-    return MasterOptimizer(named, work, getattr(torch, precision.master))
+        return _plain([(o.tensor, o.decays) for o in owned], work)
+    return MasterOptimizer(owned, work, getattr(torch, precision.master), scaled(precision))
 
 
-def _plain(named: Named, work: Training) -> torch.optim.Optimizer:
-    decayed = [p for _, p in named if p.dim() >= 2]
-    rest = [p for _, p in named if p.dim() < 2]
+def _plain(tensors: list[tuple[nn.Parameter, bool]], work: Training, fused: bool = False) -> torch.optim.Optimizer:
+    decayed = [p for p, decays in tensors if decays]
+    rest = [p for p, decays in tensors if not decays]
     groups = [{"params": decayed, "weight_decay": work.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     groups = [g for g in groups if g["params"]]
     if work.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=work.lr, momentum=work.momentum)
+        return torch.optim.SGD(groups, lr=work.lr, momentum=work.momentum, fused=fused)
     # The fused kernel makes no temporaries, and takes the same step on a shard as on the whole.
     return torch.optim.AdamW(groups, lr=work.lr, betas=work.betas, eps=work.eps, fused=True)
 
@@ -48,10 +48,10 @@ class MasterOptimizer:
     to its copy.
     """
 
-    def __init__(self, named: Named, work: Training, dtype: torch.dtype) -> None:
-        self.named = named
-        self.masters = {p: nn.Parameter(p.detach().to(dtype, copy=True)) for _, p in named}
-        self.inner = _plain([(n, self.masters[p]) for n, p in named], work)
+    def __init__(self, owned: list[Owned], work: Training, dtype: torch.dtype, fused: bool = False) -> None:
+        self.owned = owned
+        self.masters = {o.tensor: nn.Parameter(o.tensor.detach().to(dtype, copy=True)) for o in owned}
+        self.inner = _plain([(self.masters[o.tensor], o.decays) for o in owned], work, fused)
 
     @property
     def state(self) -> Any:
@@ -91,4 +91,4 @@ class MasterOptimizer:
 
     def each(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
         """(global name, parameter, master)."""
-        return ((n, p, self.masters[p]) for n, p in self.named)
+        return ((o.name, o.tensor, self.masters[o.tensor]) for o in self.owned)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from partita.facts.case import Alive, Case, Division, Held
 from partita.facts.layout import Layout
@@ -11,8 +12,9 @@ from partita.facts.mesh import EVERY, Coordinate
 from partita.facts.precision import ITEM_BYTES, Precision
 from partita.strategies.step import activations
 
-AFTER = ("ddp", "fsdp")
+AFTER = ("ddp", "zero", "fsdp")
 WORDS = ("mb",)
+SCALES_LOSS = True
 
 
 def wanted(layout: Layout) -> bool:
@@ -29,8 +31,11 @@ def refuse(case: Case) -> Iterator[str]:
             f"a global batch of {batch} is no multiple of dp x mb = {layout.dp} x {layout.mb} = {step};"
             f" the nearest that works is {nearest}"
         )
-    if case.work.precision.name == "fp16-master":
-        yield "fp16-master needs loss scaling, which no strategy here does yet; what works: bf16-master"
+    if scaled(case.work.precision) and not case.scales_loss:
+        yield (
+            f"{case.work.precision.name} needs loss scaling, which {layout.state} does not do; what works:"
+            " fp16-master with zero1 or zero2, or bf16-master here"
+        )
     if case.model.max_positions and case.model.positions == "learned" and case.work.sequence > case.model.max_positions:
         yield (
             f"a sequence of {case.work.sequence} is longer than the {case.model.max_positions} learned positions of"
@@ -61,20 +66,34 @@ def memory(case: Case) -> Iterator[Memory]:
             f"{case.work.optimizer}'s moments: {moments} per parameter",
         ),
     )
-    owned = list(case.mesh.fold(lambda c: _owned(case, c), case.cuts, *case.mesh.names))
+    folded = {
+        lies_flat: list(case.mesh.fold(partial(_owned, case, lies_flat), case.cuts, *case.mesh.names))
+        for lies_flat in ((False, True) if case.flat else (False,))
+    }
     for name, phase, dtype, copies, why in rows:
-        for ranks, elements in owned:
+        for ranks, elements in folded[case.flat is not None and name in case.flat.objects]:
             if dtype and copies:
                 size = elements * ITEM_BYTES[dtype] * copies
                 yield Memory("step", name, phase, "device", ranks, dtype, size, why)
     if case.work.scalars:
-        tensors = sum(h.count for h in case.held)
-        why = "AdamW's step counter, one tensor per parameter"
-        yield Memory("step", "optimizer scalars", "persistent", "device", EVERY, "float32", 4 * tensors, why)
+        why = "AdamW's step counter, one for every tensor that it updates"
+        axes = case.mesh.names if case.flat else ()
+        for ranks, tensors in case.mesh.fold(partial(_tensors, case), case.cuts, *axes):
+            yield Memory("step", "optimizer scalars", "persistent", "device", ranks, "float32", 4 * tensors, why)
 
 
-def _owned(case: Case, coordinate: Coordinate) -> int:
+def _owned(case: Case, lies_flat: bool, coordinate: Coordinate) -> int:
+    """Elements that one rank owns of what lies flat, or of the rest."""
+    if case.flat and lies_flat:
+        return case.flat.elements(case.mesh.index(coordinate, *case.flat.axis))
     return sum(h.count * h.elements(case.mesh, coordinate) for h in case.held if coordinate in h.at)
+
+
+def _tensors(case: Case, coordinate: Coordinate) -> int:
+    """Tensors that one rank's optimizer updates."""
+    if case.flat:
+        return sum(1 for _ in case.flat.pieces(case.mesh.index(coordinate, *case.flat.axis)))
+    return sum(h.count for h in case.held)
 
 
 def alive(case: Case) -> Iterator[Alive]:
@@ -92,6 +111,10 @@ def traffic(case: Case) -> Iterator[Traffic]:
     if shown:
         why = "the loss that is shown, always added up in float64"
         yield Traffic("step", "all_reduce", shown, EVERY, "float64", 8, 1, "step", None, why)
+    everybody = mesh.live(*mesh.names)
+    if scaled(case.precision) and everybody:
+        why = "whether a gradient overflowed anywhere, so that all ranks skip or none"
+        yield Traffic("step", "all_reduce", everybody, EVERY, "float32", 4, 1, "step", None, why)
     if case.work.clip is None:
         return
     dtype = norm_dtype(case.precision)
@@ -99,6 +122,11 @@ def traffic(case: Case) -> Iterator[Traffic]:
         why = f"squared gradient norm, completed over {axis}"
         size = ITEM_BYTES[dtype] * numbers
         yield Traffic("step", "all_reduce", (axis,), EVERY, dtype, size, 1, "step", None, why)
+
+
+def scaled(precision: Precision) -> bool:
+    """Whether the loss is scaled: float16 gradients would vanish below 6e-8 (arXiv 1710.03740, section 3.2)."""
+    return precision.gradients == "float16"
 
 
 def norm_dtype(precision: Precision) -> str:
@@ -109,7 +137,8 @@ def norm_dtype(precision: Precision) -> str:
 def norm_axes(case: Case, held: Held) -> frozenset[str]:
     """Axes over which a parameter's squares must still be summed so that each element counts once."""
     stages = ("pp",) if held.at.axes else ()
-    return frozenset(case.mesh.live(*held.axes, *stages))
+    flat = case.flat.axis if case.flat else ()
+    return frozenset(case.mesh.live(*held.axes, *stages, *flat))
 
 
 def norm_reductions(case: Case) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,147 @@
+"""Optimizer state lies in flat shards over the data axes; gradients are summed to their owners, parameters gathered."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from partita.facts.case import BACKWARD, LAST_BACKWARD, Alive, Bucket, Case, Division, Flat, Moment
+from partita.facts.layout import Layout
+from partita.facts.ledger import Gradient, Memory, Traffic
+from partita.facts.mesh import EVERY, Coordinate
+from partita.facts.precision import ITEM_BYTES, Precision
+from partita.strategies.zero.buckets import kinds
+
+AFTER: tuple[str, ...] = ()
+WORDS = ("state", "zero_sync", "bucket_mb")
+STATES = ("zero1", "zero2")
+SCALES_LOSS = True
+
+
+def wanted(layout: Layout) -> bool:
+    return layout.state in STATES and layout.dp * layout.cp > 1
+
+
+def refuse(case: Case) -> Iterator[str]:
+    """Whole gradients everywhere are what zero2 does away with."""
+    if case.layout.state == "zero2" and case.layout.zero_sync != "reduce_scatter":
+        yield (
+            f"zero2 keeps 1 of {case.layout.dp * case.layout.cp} parts of the gradients, and"
+            f" zero_sync={case.layout.zero_sync} leaves all of them; what works: zero1 with it, or"
+            " zero_sync=reduce_scatter"
+        )
+
+
+def store(precision: Precision) -> Precision:
+    return precision
+
+
+def divide(case: Case) -> Division:
+    """Parameters stay whole; what only their owner needs lies in chunks of the buckets."""
+    objects = ("optimizer state", "master") + (("gradients",) if case.layout.state == "zero2" else ())
+    axes = case.data_axes
+    buckets = kinds(case.model, case.precision.bytes("weights"), case.layout.bucket_mb)
+    return Division(flat=Flat("zero", axes, case.mesh.size(*axes), objects, buckets))
+
+
+def flat(case: Case) -> Flat:
+    assert case.flat is not None
+    return case.flat
+
+
+def all_reduces(case: Case) -> bool:
+    return case.layout.zero_sync == "all_reduce"
+
+
+def memory(case: Case) -> Iterator[Memory]:
+    """Padding of the buckets; what lies in them are the step's own rows."""
+    lies, p = flat(case), case.precision
+    if lies.padding:
+        why = "buckets of parameters are padded to a multiple of the ranks"
+        size = lies.padding * p.bytes("weights")
+        yield Memory("zero", "padding", "persistent", "device", EVERY, p.weights, size, why, "parameters")
+    if case.layout.state == "zero1":
+        if lies.padding and not all_reduces(case):
+            why = "buckets of gradients are padded to a multiple of the ranks"
+            size = lies.padding * p.bytes("gradients")
+            yield Memory("zero", "padding", "step", "device", EVERY, p.gradients, size, why, "gradients")
+        return
+
+    def short(c: Coordinate) -> int:
+        return lies.stored - lies.elements(case.mesh.index(c, *lies.axis))
+
+    for ranks, elements in case.mesh.fold(short, case.cuts, *case.mesh.names):
+        if elements:
+            why = "gradient shards come out of reduce-scatter at the whole chunk"
+            size = elements * p.bytes("gradients")
+            yield Memory("zero", "padding", "step", "device", ranks, p.gradients, size, why, "gradients")
+
+
+def alive(case: Case) -> Iterator[Alive]:
+    """Buckets of gradients, and each gradient before it is copied into its bucket."""
+    if case.model.bare:
+        return
+    lies, dtype = flat(case), case.precision.gradients
+    item = ITEM_BYTES[dtype]
+    for unit in case.units:
+        largest = max((h.parameter.elements for h in unit.held), default=0) * item
+        why = "a gradient before it is copied into its bucket"
+        yield Alive("zero", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
+    whole = [lies.chunk(b) * lies.ranks * item for b, _ in lies.buckets]
+    if case.layout.state == "zero1":
+        yield from _ahead(case, max(whole))
+        return
+    in_flight = sorted((size for size, (_, n) in zip(whole, lies.buckets, strict=True) for _ in range(min(n, 2))))
+    why = "the bucket that backward fills, and the one that is being reduced"
+    first = Moment("loss", 1)
+    yield Alive("zero", "gradient buckets", "", first, LAST_BACKWARD, dtype, sum(in_flight[-2:]), why)
+    if case.micro_batches > 1:
+        why = "a reduced shard before it is added to those of earlier micro-batches"
+        yield Alive("zero", "gradient buckets", "", first, LAST_BACKWARD, dtype, max(whole) // lies.ranks, why)
+
+
+def _ahead(case: Case, bucket_bytes: int) -> Iterator[Alive]:
+    """A bucket is there whole when its first gradient is: so are those of units whose turn is yet to come."""
+    if case.micro_batches > 1:
+        return  # gradients stand from the first micro-batch on: rows of the step
+    dtype = case.precision.gradients
+    why = "the rest of a bucket that backward has begun to fill"
+    for unit in case.units:
+        size = sum(h.parameter.elements for h in unit.held) * ITEM_BYTES[dtype]
+        units = min(unit.count, bucket_bytes // size) if size else 0
+        begin = Moment("loss", 1) if sum(n for _, n in flat(case).buckets) == 1 else Moment("backward", -units)
+        if units or begin.kind == "loss":
+            yield Alive("zero", "gradient buckets", unit.name, begin, Moment("backward", -1), dtype, size, why)
+
+
+def traffic(case: Case) -> Iterator[Traffic]:
+    p, axis = case.precision, case.data_axes
+    verb = "all_reduce" if all_reduces(case) else "reduce_scatter"
+    times = case.micro_batches if case.layout.state == "zero2" else 1
+    why = "gradient bucket, summed " + ("everywhere" if all_reduces(case) else "to its owners")
+    why += " in every micro-batch" if times > 1 else " once a step"
+    for size, count in _sizes(case, p.bytes("gradients"), not all_reduces(case)):
+        yield Traffic("zero", verb, axis, EVERY, p.gradients, size, count * times, "backward", "backward", why)
+    why = "parameter bucket, gathered from those who updated it"
+    for size, count in _sizes(case, p.bytes("weights"), True):
+        yield Traffic("zero", "all_gather", axis, EVERY, p.weights, size, count, "step", "forward", why)
+
+
+def _sizes(case: Case, item: int, padded: bool) -> list[tuple[int, int]]:
+    """(bytes of a bucket, how many there are), smallest first."""
+
+    def size(bucket: Bucket) -> int:
+        return item * (flat(case).chunk(bucket) * flat(case).ranks if padded else bucket.elements)
+
+    out: Counter[int] = Counter()
+    for bucket, count in flat(case).buckets:
+        out[size(bucket)] += count
+    return sorted(out.items())
+
+
+def gradients(case: Case) -> Iterator[Gradient]:
+    reduction = "all_reduce, sum" if all_reduces(case) else "reduce_scatter, sum"
+    for h in case.held:
+        yield Gradient(
+            "zero", h.parameter.name, case.data_axes, "partial", reduction, "counted tokens of the global batch"
+        )
