@@ -147,8 +147,8 @@ def _first(case: Case, make: _Maker) -> tuple[Operation, ...]:
 
 
 def _last(case: Case, make: _Maker) -> tuple[Operation, ...]:
-    """Final norm, head and loss.  The loss widens chunks of the logits: forward reads them once, writes the wide copy and
-    passes over it twice; backward makes the gradient in three passes over a wide chunk."""
+    """Final norm, head and loss.  The loss widens chunks of the logits: forward reads them once, writes the wide copy
+    and passes over it twice; backward makes the gradient in three passes over a wide chunk."""
     m, r = case.model, make.rates
     wide = max(4, r.item) / r.item
     loss = make.moved("loss", m.vocab * (1 + 3 * wide), m.vocab * (2 + 6 * wide), (6, 8))
