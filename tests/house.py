@@ -21,6 +21,7 @@ LONGEST_FILE = 500
 LONGEST_FUNCTION = 60
 # Slow to import, or not there at all for who only plans.
 HEAVY = ("torch", "numpy", "transformers", "tokenizers", "safetensors", "huggingface_hub", "pyarrow", "gguf", "psutil")
+HEAVY += ("plotly",)
 
 # Who may import whom; every side may import itself. A side that is not here has no law yet: give it one.
 BELOW: Mapping[str, frozenset[str]] = {

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from partita.commands import clock_tables
 from partita.commands.common import (
     NO,
     console,
@@ -41,6 +43,8 @@ TRAFFIC_ORDER = ("forward", "backward", "step", "early", "init", "save")
 @click.option("--ranks", type=int, help="Number of ranks, where no cluster is given.")
 @work_options(2048)
 @click.option("--check", is_flag=True, help="Exit with 1 where a law is broken or the layout does not fit.")
+@click.option("--trace", type=click.Path(dir_okay=False), help="Write the step as a Chrome trace, for Perfetto.")
+@click.option("--html", type=click.Path(dir_okay=False), help="Write one HTML page with tables and figures.")
 @click.option("--json", "as_data", is_flag=True, help="Print one JSON document.")
 @click.option("--download", is_flag=True, help="Fetch config.json from the hub if it is nowhere here.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
@@ -56,6 +60,8 @@ def command(
     optimizer: str,
     clip: float,
     check: bool,
+    trace: str | None,
+    html: str | None,
     as_data: bool,
     download: bool,
     debug: bool,
@@ -85,12 +91,27 @@ def command(
         defaults=defaults,
     )
     result = explain(found, parsed, work, where, assumed)
+    _write(result, trace, html)
     if as_data:
         emit_json(as_json(result))
     else:
         draw(result)
     if check and result.broken:
         fail("; ".join(f"law {f.law} ({f.name}): {f.says}" for f in result.broken), NO)
+
+
+def _write(result: Explanation, trace: str | None, html: str | None) -> None:
+    """The files that were asked for."""
+    if trace:
+        from partita.plan import trace as chrome
+
+        if result.timing.played is None:
+            raise BadInput(f"--trace needs a step's time: {result.timing.unknown}")
+        chrome.write(chrome.of_step(result.timing.played), Path(trace))
+    if html:
+        from partita.report import page
+
+        page.write(page.of_explanation(result), Path(html))
 
 
 def _devices(cluster: Cluster | None, ranks: int | None) -> int | None:
@@ -111,6 +132,8 @@ def draw(e: Explanation) -> None:
     out.print(table("Peak of each phase (what persists included)", ("phase", "bytes", "at"), peaks, right=(1,)))
     out.print(_traffic(e))
     out.print(_volume(e))
+    for item in clock_tables.draw(e.timing):
+        out.print(item)
     gradients = _gradients(e)
     if gradients:
         columns = ("parameters", "axis", "relation", "reduction", "divided by", "owner")

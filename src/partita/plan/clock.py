@@ -151,9 +151,9 @@ def _communication(played: Played) -> Iterator[TimeLine]:
         seconds, exposed, calls = found[key]
         name = f"{verb} {' x '.join(axis)}" + (f" {unit}" if unit != why[key] else "")
         link = played.paths[axis].link
-        yield TimeLine(
-            phase, name, "communication", seconds, max(0.0, seconds - exposed), exposed, int(calls), link, why[key]
-        )
+        hidden = seconds - exposed
+        hidden = hidden if hidden > 1e-9 * seconds else 0.0  # sums of floats leave crumbs
+        yield TimeLine(phase, name, "communication", seconds, hidden, exposed, int(calls), link, why[key])
 
 
 def as_json(time: StepTime) -> dict[str, Any]:

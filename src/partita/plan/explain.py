@@ -12,15 +12,34 @@ from partita.facts.ledger import Traffic
 from partita.facts.model import Model
 from partita.facts.precision import objects
 from partita.facts.work import Training
+from partita.plan import clock, timeline
 from partita.plan.account import Account, account
+from partita.plan.clock import StepTime
 from partita.plan.fit import Fit, fit
+from partita.plan.kernels import Unmeasured
 from partita.plan.laws import Finding, check
 from partita.plan.peak import Peak, peaks
+from partita.plan.play import Played, play
+from partita.plan.timeline import Choice, Timeline
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A step's time and the timelines of its buckets; where they are not known, ``unknown`` says why.
+
+    ``choices``: what other sizes of buckets would do, with times where they are known.
+    """
+
+    time: StepTime | None
+    played: Played | None
+    timelines: tuple[Timeline, ...]
+    choices: tuple[Choice, ...]
+    unknown: str = ""
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """A layout's account with its peaks, laws and fit; ``assumed`` lists every default that nobody gave."""
+    """A layout's account with its peaks, time, laws and fit; ``assumed`` lists every default that nobody gave."""
 
     account: Account
     cluster: Cluster | None
@@ -30,6 +49,7 @@ class Explanation:
     worst: dict[str, int]
     flops_per_step: int | None
     assumed: dict[str, str]
+    timing: Timing
 
     @property
     def broken(self) -> tuple[Finding, ...]:
@@ -54,7 +74,20 @@ def explain(
         dict(corners[worst]),
         flops,
         assumed or {},
+        timing(found, cluster),
     )
+
+
+def timing(found: Account, cluster: Cluster | None) -> Timing:
+    """The step on the clock, as far as the cluster's rates are known."""
+    if cluster is None:
+        return Timing(None, None, (), timeline.choices(found), "no cluster is given, so nothing says how fast it is")
+    try:
+        played = play(found, cluster)
+    except Unmeasured as why:
+        return Timing(None, None, (), timeline.choices(found), str(why))
+    time = clock.read(found, cluster, played)
+    return Timing(time, played, timeline.predicted(played), timeline.choices(found, cluster))
 
 
 def kernels_of(cluster: Cluster | None) -> str:
@@ -95,6 +128,12 @@ def as_json(e: Explanation) -> dict[str, Any]:
         "peaks": [{"phase": p.phase, "moment": p.moment, "bytes": p.bytes} for p in e.peaks],
         "worst_rank": e.worst,
         "model_flops_per_step": e.flops_per_step,
+        "step_time": clock.as_json(e.timing.time) if e.timing.time else None,
+        "step_time_unknown": e.timing.unknown or None,
+        "timeline": {
+            "buckets": [timeline.as_json(t) for t in e.timing.timelines],
+            "bucket_mb": timeline.choices_json(e.timing.choices),
+        },
         "fit": _fit_json(e.fit),
         "laws": [{"law": f.law, "name": f.name, "holds": f.holds, "says": f.says} for f in e.findings],
     }
