@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from partita.strategies.groups import Groups
     from partita.strategies.parallelize import Step
     from partita.train.ranks import Rank
-    from partita.train.step import Result
+    from partita.train.step import Result, Watch
     from partita.train.timing import Ledger, PhaseTimer
 
 
@@ -118,8 +118,14 @@ def run(options: Options) -> dict[str, Any]:
     if not options.precision_said:
         default = PRESETS["bf16-master" if device.type == "cuda" else "fp32"]
         options = replace(options, work=replace(options.work, precision=default))
-    with process_group(device) as me, ExitStack() as open_things:
-        made = start(agreed(options), me, device)
+    with process_group(device) as me:
+        return in_group(agreed(options), me, device)
+
+
+def in_group(options: Options, me: Rank, device: torch.device) -> dict[str, Any]:
+    """A run in the process group that stands (none for one rank)."""
+    with ExitStack() as open_things:
+        made = start(options, me, device)
         open_things.enter_context(made.progress)
         if made.metrics is not None:
             open_things.callback(made.metrics.close)
@@ -282,7 +288,7 @@ def one_step(run: Run, index: int, timer: PhaseTimer, sampled: bool) -> Result:
         batches = [moved(b, run.device) for b in batches]
     recorder = Recorder(run.case.mesh) if sampled else None
     with recorder or nullcontext():
-        watches = [timer, recorder] if recorder else [timer]
+        watches: list[Watch] = [timer, recorder] if recorder else [timer]
         result = train_step(run.step, batches, run.case, run.groups, watches)
     run.step.optimizer.zero_grad()
     if run.step.timeline is not None:
