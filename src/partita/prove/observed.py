@@ -23,7 +23,8 @@ def masters_of(step: Step) -> list[torch.Tensor]:
 
 def state_rows(step: Step) -> tuple[Memory, ...]:
     """Persistent bytes by object, to be read after the optimizer's step and before gradients are cleared."""
-    return state_bytes(step.named(), step.optimizer, masters_of(step))
+    owned = ((o.name, o.tensor) for o in step.pieces())  # beside the parameters, whose storage it may share
+    return state_bytes([*step.named(), *owned], step.optimizer, masters_of(step))
 
 
 def held(step: Step) -> Iterator[tuple[str, list[torch.Tensor]]]:

@@ -75,7 +75,8 @@ class Step:
         self.parts = self.parts or [self.module]
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters under their global names."""
+        """Parameters under their global names, settled."""
+        self.settle()
         for name, p in self.module.named_parameters():
             yield self.aliases.get(name, name), p
 

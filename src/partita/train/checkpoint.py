@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from partita.facts.errors import BadInput
 from partita.strategies.parallelize import Step
 from partita.strategies.step.optimizer import MasterOptimizer
+from partita.strategies.step.state import named_state_shards
 
 META = "meta.json"
 FORMAT = 1
@@ -100,6 +101,14 @@ def state_of(step: Step) -> dict[str, Tensor]:
     """Every tensor of the run by its key, as it lies here (DTensors stay shards); missing optimizer state is made."""
     out: dict[str, Tensor] = {}
     optimizer = step.optimizer
+    if step.scaling is not None:
+        out |= {f"scaling.{key}": value for key, value in step.scaling.state().items()}
+    if step.owned:  # state that lies flat: its keys carry the ranges of elements
+        out |= {f"parameters.{name}": p.detach() for name, p in step.named()}
+        for shard in named_state_shards(step):
+            where = f"[{shard.begin}:{shard.end}]" if shard.tensor.dim() else ""
+            out[f"optimizer.{shard.name}.{shard.key}{where}"] = shard.tensor
+        return out
     for name, p in step.named():
         out[f"parameters.{name}"] = p.detach()
         holder = p

@@ -25,10 +25,14 @@ class LossScale:
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup | None, initial: float = INITIAL) -> None:
         self.group, self.interval = group, INTERVAL
-        self.scale = torch.full((), initial, device=device)
+        self.scale = torch.full((), initial, dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.good = torch.zeros((), dtype=torch.int64, device=device)
-        self.overflowed = torch.zeros((), device=device)
+        self.overflowed = torch.zeros((), dtype=torch.float32, device=device)
+
+    def state(self) -> dict[str, Tensor]:
+        """What a run goes on from, to be saved and loaded in place."""
+        return {"scale": self.scale, "skipped": self.skipped, "good": self.good}
 
     def agree(self, gradients: Iterable[Tensor]) -> None:
         """Look for infinities and NaNs in this rank's gradients, and then in everybody's."""
@@ -46,11 +50,11 @@ class LossScale:
         inner.found_inf = self.overflowed
         optimizer.step()
         skip = self.overflowed > 0
-        self.skipped = self.skipped + skip
+        self.skipped.add_(skip)
         good = torch.where(skip, 0, self.good + 1)
         grows = good >= self.interval
-        self.scale = torch.where(skip, self.scale / 2, torch.where(grows, self.scale * 2, self.scale))
-        self.good = torch.where(grows, 0, good)
+        self.scale.copy_(torch.where(skip, self.scale / 2, torch.where(grows, self.scale * 2, self.scale)))
+        self.good.copy_(torch.where(grows, 0, good))
 
 
 def prepare(optimizer: Any) -> None:

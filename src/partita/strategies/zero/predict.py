@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
+from partita.facts.bucketing import Bucketing, GradientRun, word_of
 from partita.facts.case import BACKWARD, LAST_BACKWARD, Alive, Bucket, Case, Division, Flat, Moment
 from partita.facts.layout import Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
 from partita.facts.mesh import EVERY, Coordinate
 from partita.facts.precision import ITEM_BYTES, Precision
-from partita.strategies.zero.buckets import kinds
+from partita.strategies.zero.buckets import fill, kinds
 
 AFTER: tuple[str, ...] = ()
 WORDS = ("state", "zero_sync", "bucket_mb")
@@ -112,6 +113,22 @@ def _ahead(case: Case, bucket_bytes: int) -> Iterator[Alive]:
         begin = Moment("loss", 1) if sum(n for _, n in flat(case).buckets) == 1 else Moment("backward", -units)
         if units or begin.kind == "loss":
             yield Alive("zero", "gradient buckets", unit.name, begin, Moment("backward", -1), dtype, size, why)
+
+
+def bucketing(case: Case) -> Iterator[Bucketing]:
+    """The buckets in their one order; under zero2 every micro-batch launches them."""
+    item, lies = case.precision.bytes("gradients"), flat(case)
+    buckets = list(fill(case.model, case.precision.bytes("weights"), case.layout.bucket_mb))
+    filled = tuple(b.elements * item for b in buckets)
+    padded = tuple(lies.chunk(b) * lies.ranks * item for b in buckets)
+    runs = []
+    for unit in reversed(case.units):
+        held = tuple(reversed(unit.held))
+        names = tuple(word_of(h.parameter.name) for h in held)
+        runs.append(GradientRun(unit.name, unit.count, names, tuple(h.parameter.elements * item for h in held)))
+    verb, sizes = ("all_reduce", filled) if all_reduces(case) else ("reduce_scatter", padded)
+    every = case.layout.state == "zero2"
+    yield Bucketing("zero", verb, case.data_axes, case.precision.gradients, sizes, filled, tuple(runs), every)
 
 
 def traffic(case: Case) -> Iterator[Traffic]:
