@@ -74,7 +74,9 @@ def load_named_state(step: Step, shards: Iterable[StateShard]) -> None:
                 if value.dim():
                     _copy(value.view(-1)[s.offset : s.offset + s.end - s.begin], s, key, found)
                 elif not found:
-                    raise BadState(f"the state holds no {key} of {s.name}; it was written by another optimizer")
+                    raise BadState(
+                        f"the state gives no {key} of {s.name}; give every rank's shards, of the same optimizer"
+                    )
                 else:
                     value.copy_(found[0].tensor)
 
