@@ -61,6 +61,16 @@ def test_steady_steps_that_differ_are_named() -> None:
     assert len(found.varying) == 2
 
 
+def test_times_are_means_of_what_is_known() -> None:
+    timed = {"begin_s": 1.0, "end_s": 2.0, "exposed_s": 0.25}
+    calls = [call(0, exposed_s=9.0), call(2, **timed), call(3, **{**timed, "exposed_s": 0.75}), call(4), call(5)]
+    found = recording(calls, [])
+    (times,) = found.times.values()
+    assert (times.calls, times.known, times.exposed_s, times.hidden_s) == (3, 2, 0.5, 0.5)
+    assert found.tail_s == 0.25
+    assert recording([], [], steps=2).tail_s is None
+
+
 def test_the_order_of_every_group_is_compared() -> None:
     a, b = call(0), call(0, "broadcast")
     assert recording([a, b], [a, b]).disagreements == ()

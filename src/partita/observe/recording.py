@@ -49,6 +49,29 @@ class RankRecord:
 
 
 @dataclass(frozen=True)
+class Times:
+    """Mean seconds of some calls: how long the caller stood still, and how long the call ran beside it.
+
+    Each is the mean of the calls that it is known of (``known`` of ``calls``), None where it is known of none.
+    """
+
+    calls: int
+    known: int
+    exposed_s: float | None
+    hidden_s: float | None
+
+    @staticmethod
+    def of(calls: Sequence[Call]) -> Times:
+        exposed = [c.exposed_s for c in calls if c.exposed_s is not None]
+        hidden = [c.hidden_s for c in calls if c.hidden_s is not None]
+        return Times(len(calls), len(exposed), _mean(exposed), _mean(hidden))
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+@dataclass(frozen=True)
 class Recording:
     """What a command did: the exit code of its program, and the record of every rank that ran on this machine."""
 
@@ -82,6 +105,22 @@ class Recording:
     def steady(self) -> tuple[Traffic, ...]:
         """Rows of a steady step (the third); empty when the program ended before it.  See ``varying``."""
         return self.rows(STEADY) if self.steps > STEADY else ()
+
+    @cached_property
+    def times(self) -> dict[tuple[Any, ...], Times]:
+        """Times of the calls of each row, over all ranks and steady steps, by key and kind as in ``Call.key``."""
+        calls: dict[tuple[Any, ...], list[Call]] = defaultdict(list)
+        for record in self.ranks:
+            for call in record.calls:
+                if STEADY <= call.step < self.steps and call.phase != "init":
+                    calls[call.key].append(call)
+        return {key: Times.of(some) for key, some in calls.items()}
+
+    @cached_property
+    def tail_s(self) -> float | None:
+        """Mean time that a steady backward stood still at its end; None where none communicated."""
+        seconds = [t.exposed_s for r in self.ranks for t in r.tails if STEADY <= t.step < self.steps]
+        return sum(seconds) / len(seconds) if seconds else None
 
     @cached_property
     def varying(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import IO
 
 from partita.facts.errors import BadInput
 from partita.observe.recording import RankRecord, Recording
@@ -33,11 +34,12 @@ class NothingRecorded(BadInput):
         self.exit_code = exit_code
 
 
-def run_recorded(command: list[str], out: Path) -> Recording:
+def run_recorded(command: list[str], out: Path, output: IO[str] | None = None) -> Recording:
     """Runs the command to its end and writes ``out/recording.json``; returns what it holds.
 
-    The program's output goes where ours goes, and its exit code is in the recording.  Raises ``BadInput`` when the
-    command cannot be run, ``NothingRecorded`` when no rank, or not every rank that began, left a record.
+    What the program prints goes where ours goes, or to ``output``; its exit code is in the recording.  Raises
+    ``BadInput`` when the command cannot be run, ``NothingRecorded`` when no rank, or not every rank that began, left
+    a record.
     """
     if not command:
         raise BadInput("there is no command to record; what works: partita record -- torchrun train.py")
@@ -49,7 +51,7 @@ def run_recorded(command: list[str], out: Path) -> Recording:
     except OSError as error:
         raise BadInput(f"{out} cannot be a folder for the recording ({error.strerror}); name another one") from None
     with tempfile.TemporaryDirectory(prefix="ranks-", dir=out.resolve()) as folder:
-        code = _run([program, *command[1:]], _environment(Path(folder)))
+        code = _run([program, *command[1:]], _environment(Path(folder)), output)
         recording = Recording(tuple(command), code, _collected(Path(folder), command, code))
     recording.save(out / MERGED)
     return recording
@@ -65,10 +67,10 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _run(command: list[str], environment: dict[str, str]) -> int:
+def _run(command: list[str], environment: dict[str, str], output: IO[str] | None) -> int:
     """Waits for the program; an interrupt from the keyboard reaches it by itself, and it may tidy up."""
     try:
-        process = subprocess.Popen(command, env=environment)
+        process = subprocess.Popen(command, env=environment, stdout=output)
     except OSError as error:
         raise BadInput(f"the command {command[0]!r} cannot be run ({error.strerror}); is it a program?") from None
     while True:
