@@ -175,8 +175,10 @@ class _Player:
             again = work.forward_s * unit.replay / unit.backward
             adding = 0.0 if first else self.out.accumulate_s[unit.name]
             streams.work(_name(unit, i), again + work.backward_s + adding)
+            # Adding to earlier micro-batches' gradients comes before a gradient is complete, parameter by parameter.
+            stretch = 1.0 + adding / work.backward_s if work.backward_s else 1.0
             for f in filling:
-                self._launch(f, unit, start + again, work.ready_s)
+                self._launch(f, unit, start + again, {name: stretch * s for name, s in work.ready_s.items()})
             self._made(unit, index == len(backward) - 1, last)
             if last:
                 self.out.spans.append((_name(unit, i), start, streams.now))
