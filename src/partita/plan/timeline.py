@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from partita.facts.bucketing import Bucketing
-from partita.facts.case import Case
 from partita.facts.cluster import Cluster
 from partita.plan.account import Account, account
 from partita.plan.play import Played, bucketings, play, with_bucket_mb
@@ -196,8 +195,3 @@ def as_json(timeline: Timeline) -> dict[str, Any]:
 
 def choices_json(found: Iterable[Choice]) -> list[dict[str, Any]]:
     return [asdict(c) for c in found]
-
-
-def case_buckets(case: Case) -> list[int]:
-    """Payload bytes of all buckets of a case, in launch order."""
-    return [size for b in bucketings(case) for size in b.payloads]
