@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from partita.commands.common import BAD, NO, YES, console, emit_json, fail, guarded, size, table
+from partita.commands.common import BAD, NO, YES, console, emit_json, fail, guarded, short, size, table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -66,7 +66,9 @@ def draw(recording: Recording) -> None:
     if recording.init:
         screen.print(_table("Init", recording.init, recording))
     if recording.steady:
-        screen.print(_table("A steady step (times: mean of a call's known times)", recording.steady, recording))
+        screen.print(
+            _table("A steady step (exposed, hidden: ms, mean of a call's known times)", recording.steady, recording)
+        )
     else:
         screen.print(f"no steady step: the program ended {recording.steps} steps with an optimizer, 3 are needed")
     if recording.tail_s is not None:
@@ -82,10 +84,10 @@ def _table(title: str, rows: Iterable[Traffic], recording: Recording) -> Table:
         sends = "control" if r.kind == "control" else size(r.link_bytes(recording.mesh))
         where = "x".join(r.axis) or "itself"
         exposed, hidden = (_ms(times.exposed_s), _ms(times.hidden_s)) if times else ("-", "-")
-        what = (r.phase, f"{r.verb} {where}", str(r.ranks), r.dtype, f"{r.count:,}", size(r.bytes), sends)
+        what = (r.phase, r.verb, where, str(r.ranks), short(r.dtype), f"{r.count:,}", size(r.bytes), sends)
         cells.append((*what, exposed, hidden))
-    columns = ("phase", "collective", "ranks", "dtype", "calls", "payload", "sends", "exposed ms", "hidden ms")
-    return table(title, columns, cells, right=(4, 5, 6, 7, 8), whole=(0,))
+    columns = ("phase", "verb", "axis", "ranks", "dtype", "calls", "payload", "sends", "exposed", "hidden")
+    return table(title, columns, cells, right=(5, 6, 7, 8, 9), whole=(0, 1))
 
 
 def _ms(seconds: float | None) -> str:
