@@ -11,7 +11,7 @@ import resource
 import sys
 import time
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +93,8 @@ class Run:
     times: Ledger
     progress: Progress
     metrics: Metrics | None = None
-    losses: tuple[float, ...] = ()
-    held_out: tuple[tuple[int, float], ...] = ()
+    losses: list[float] = field(default_factory=list)
+    held_out: list[tuple[int, float]] = field(default_factory=list)
     first_step: int = 0
 
     @property
@@ -253,25 +253,30 @@ def catalog_names(name: str) -> list[str]:
 
 
 def loop(run: Run) -> None:
-    """Every step: data, the step itself, the clock, and what is due after it."""
+    """Every step that is left."""
     from partita.train.timing import PhaseTimer
 
     timer = PhaseTimer(run.device.type == "cuda")
     show_samples(run)
     for index in range(run.first_step, run.options.steps):
-        rate = run.options.schedule.rate(index)
-        for group in run.step.optimizer.param_groups:
-            group["lr"] = rate
-        sampled = run.options.profile_step == index - run.first_step + 1 and run.me.world > 1
-        began = time.perf_counter()
-        result = one_step(run, index, timer, sampled)
-        loss = float(result.loss)  # the one read of a step: on CUDA it waits for the device
-        took = time.perf_counter() - began
-        phases = timer.taken()
-        if not sampled:
-            run.times.add(took, phases)
-        run.losses += (loss,)
-        after(run, index, loss, result, rate, took)
+        iterate(run, index, timer)
+
+
+def iterate(run: Run, index: int, timer: PhaseTimer) -> None:
+    """One turn of the loop: the rate, data, the step itself, the clock, and what is due after it."""
+    rate = run.options.schedule.rate(index)
+    for group in run.step.optimizer.param_groups:
+        group["lr"] = rate
+    sampled = run.options.profile_step == index - run.first_step + 1 and run.me.world > 1
+    began = time.perf_counter()
+    result = one_step(run, index, timer, sampled)
+    loss = float(result.loss)  # the one read of a step: on CUDA it waits for the device
+    took = time.perf_counter() - began
+    phases = timer.taken()
+    if not sampled:
+        run.times.add(took, phases)
+    run.losses.append(loss)
+    after(run, index, loss, result, rate, took)
 
 
 def one_step(run: Run, index: int, timer: PhaseTimer, sampled: bool) -> Result:
@@ -312,7 +317,7 @@ def after(run: Run, index: int, loss: float, result: Result, rate: float, took: 
     held = None
     if options.evaluation.every and (done % options.evaluation.every == 0 or done == options.steps):
         held = held_out_loss(run)
-        run.held_out += ((done, held),)
+        run.held_out.append((done, held))
     norm = None if result.norm is None else float(result.norm)
     tokens_per_s = run.utilisation.tokens / took
     memory = memory_bytes(run.device)
@@ -456,7 +461,7 @@ def summary(run: Run) -> dict[str, Any]:
         "precision": run.case.work.precision.name,
         "steps": run.options.steps,
         "first_step": run.first_step,
-        "losses": list(run.losses),
+        "losses": run.losses,
         "held_out": [{"step": s, "loss": v} for s, v in run.held_out],
         "step_time_s": step_time,
         "shares": [t.json() for t in ranks],
