@@ -126,18 +126,33 @@ class Flat:
 
 
 @dataclass(frozen=True)
+class Saving:
+    """What a replayed block keeps from forward to backward, by names of saved tensors.
+
+    It keeps ``only`` these, or (None) everything but ``dropped``.  ``again``: what its replay makes, where that is not
+    simply all that is not kept.
+    """
+
+    only: tuple[str, ...] | None = None
+    dropped: tuple[str, ...] = ()
+    again: tuple[str, ...] | None = None
+
+
+@dataclass(frozen=True)
 class Division:
-    """What one room divides: parameters by pattern, named activations (``residual``, ``logits``), what lies flat."""
+    """What one room divides: parameters by pattern, named activations (``residual``, ``logits``), what lies
+    flat; and what blocks ``first`` <= i < ``end`` keep for backward, where that is not everything."""
 
     parameters: dict[str, Split] = field(default_factory=dict)
     streams: dict[str, Split] = field(default_factory=dict)
     flat: Flat | None = None
+    savings: tuple[tuple[int, int, Saving], ...] = ()
 
 
 @dataclass(frozen=True)
 class Unit:
     """A run of alike units on the same ranks: its name (``blocks.0..31``), its parameters, and how often each of its
-    passes runs in a step, per unit."""
+    passes runs in a step, per unit.  ``saving``: what it keeps for backward, where that is not everything."""
 
     name: str
     count: int
@@ -145,6 +160,7 @@ class Unit:
     forward: int
     backward: int
     replay: int = 0
+    saving: Saving | None = None
     at: Ranks = EVERY
 
     @property

@@ -5,16 +5,16 @@ Folds the rooms' divisions, in their order, into one case; says how often every 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from partita.facts.case import Case, Flat, Held, Part, Split, Unit
+from partita.facts.case import Case, Flat, Held, Part, Saving, Split, Unit
 from partita.facts.errors import Refused
 from partita.facts.layout import Layout
 from partita.facts.ledger import Ledger
 from partita.facts.mesh import Mesh
-from partita.facts.model import Model
+from partita.facts.model import Model, Span
 from partita.facts.work import Training
 from partita.plan.peak import transients
 from partita.strategies.order import Predict, predictors, unclaimed
@@ -60,26 +60,37 @@ def case_of(
         raise Refused("; ".join(reasons))
     precision = work.precision
     flat: Flat | None = None
+    savings: tuple[tuple[int, int, Saving], ...] = ()
     splits: dict[str, tuple[Split, ...]] = {}
     streams: dict[str, tuple[Split, ...]] = {}
     for _, room in rooms:
         precision = room.store(precision)
         division = room.divide(bare)
         flat = division.flat or flat
+        savings += division.savings
         for name, split in division.parameters.items():
             splits[name] = (*splits.get(name, ()), split)
         for name, split in division.streams.items():
             streams[name] = (*streams.get(name, ()), split)
-    passes = bare.micro_batches
     units = tuple(
-        Unit(
-            span.name,
-            span.count,
-            tuple(Held(p, span.count, splits.get(p.name, ())) for p in span.parameters),
-            forward=passes,
-            backward=passes,
-        )
-        for span in model.spans
+        _unit(span, saving, bare.micro_batches, splits) for span in model.spans for span, saving in _runs(span, savings)
     )
     parts = (Part(0, tuple(u.name for u in units)),)
     return replace(bare, precision=precision, units=units, streams=streams, parts=parts, flat=flat)
+
+
+def _runs(span: Span, savings: tuple[tuple[int, int, Saving], ...]) -> Iterator[tuple[Span, Saving | None]]:
+    """A span cut where what its blocks keep changes."""
+    at = span.first
+    for first, end, saving in savings if span.is_blocks else ():
+        if at < first:
+            yield span.cut(at, first), None
+        yield span.cut(first, end), saving
+        at = end
+    if not span.is_blocks or at < span.end:
+        yield (span.cut(at, span.end) if span.is_blocks else span), None
+
+
+def _unit(span: Span, saving: Saving | None, passes: int, splits: dict[str, tuple[Split, ...]]) -> Unit:
+    held = tuple(Held(p, span.count, splits.get(p.name, ())) for p in span.parameters)
+    return Unit(span.name, span.count, held, passes, passes, passes if saving else 0, saving)

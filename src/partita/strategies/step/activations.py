@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from partita.facts.case import BACKWARD, FORWARD, LAST_BACKWARD, LOSS, START, STEP, Alive, Case, Moment
+from partita.facts.case import BACKWARD, FORWARD, LAST_BACKWARD, LOSS, START, STEP, Alive, Case, Moment, Unit
 from partita.facts.model import Model
 from partita.facts.precision import ITEM_BYTES
 from partita.strategies.step.chunks import largest
@@ -64,6 +64,31 @@ def block_saved(model: Model, item: int, kernels: str, autocast: bool = False) -
     return out
 
 
+def kept_and_again(case: Case, unit: Unit) -> tuple[int, int]:
+    """Bytes per token that one block keeps from forward to backward, and that its replay makes again."""
+    model, item, autocast = case.model, ITEM_BYTES[case.precision.compute], case.precision.autocast
+    saved = block_saved(model, item, case.kernels, autocast)
+    every = {s.name: s.per_token * s.item for s in saved}
+    if unit.saving is None:
+        return sum(every.values()), 0
+    stream = 4 if autocast else item
+    extra = {
+        "block input": model.hidden * stream,
+        "down product": model.hidden * item,
+        "o product": model.hidden * item,
+    }
+    extra |= {"q product": model.q_width * item, "k product": model.kv_width * item}
+    only, dropped = unit.saving.only, unit.saving.dropped
+    kept = {n: every.get(n) or extra[n] for n in only} if only is not None else every
+    kept = {n: size for n, size in kept.items() if n not in dropped}
+    again = [n for n in every if n not in kept] if unit.saving.again is None else list(unit.saving.again)
+    size = sum(every[n] for n in again)
+    first = saved[0]  # the first norm saves the block's own input where that is wide already
+    if "block input" in kept and first.name in again and first.item == stream:
+        size -= every[first.name]
+    return sum(kept.values()), size
+
+
 def last_saved(model: Model, item: int, kernels: str, autocast: bool = False) -> list[Saved]:
     """Final norm and loss, without the logits."""
     out = saved_by_norm("norm", model.hidden, 1, 4 if autocast else item, kernels, model.norm)
@@ -88,10 +113,14 @@ def _activations(case: Case) -> Iterator[Alive]:
     def row(name: str, unit: str, begin: Moment, end: Moment, size: int, why: str) -> Alive:
         return Alive("step", name, unit, begin, end, dtype, size, why)
 
-    block = bytes_of(block_saved(model, item, case.kernels, case.precision.autocast), tokens)
     for unit in case.units:
         if unit.is_blocks:
-            yield row("activations", unit.name, FORWARD, BACKWARD, block, "tensors that backward needs, per block")
+            kept, again = kept_and_again(case, unit)
+            yield row(
+                "activations", unit.name, FORWARD, BACKWARD, tokens * kept, "tensors kept for backward, per block"
+            )
+            if again:
+                yield row("activations", unit.name, BACKWARD, BACKWARD, tokens * again, "made again for backward")
             width = 3 * model.ffn + 2 * model.hidden
             why = "gradients of activations inside the block"
             yield row("temporaries", unit.name, BACKWARD, BACKWARD, tokens * width * item, why)
