@@ -78,16 +78,18 @@ def draw(recording: Recording) -> None:
 
 
 def _table(title: str, rows: Iterable[Traffic], recording: Recording) -> Table:
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for r in rows:
         times = recording.times.get((*r.key, r.kind))
         sends = "control" if r.kind == "control" else size(r.link_bytes(recording.mesh))
         where = "x".join(r.axis) or "itself"
         exposed, hidden = (_ms(times.exposed_s), _ms(times.hidden_s)) if times else ("-", "-")
-        what = (r.phase, r.verb, where, str(r.ranks), short(r.dtype), f"{r.count:,}", size(r.bytes), sends)
-        cells.append((*what, exposed, hidden))
-    columns = ("phase", "verb", "axis", "ranks", "dtype", "calls", "payload", "sends", "exposed", "hidden")
-    return table(title, columns, cells, right=(5, 6, 7, 8, 9), whole=(0, 1))
+        numbers = (f"{r.count:,}", size(r.bytes), sends, exposed, hidden)
+        cells.append((r.phase, r.verb, where, short(r.dtype), *numbers, str(r.ranks)))
+    columns = ["phase", "verb", "axis", "dtype", "calls", "payload", "sends", "exposed", "hidden", "ranks"]
+    if all(row[-1] == "all" for row in cells):
+        columns, cells = columns[:-1], [row[:-1] for row in cells]
+    return table(title, columns, cells, right=(4, 5, 6, 7, 8), whole=(0, 1, 2, 3))
 
 
 def _ms(seconds: float | None) -> str:
