@@ -11,7 +11,8 @@ from partita.facts.errors import BadInput
 from partita.model import hf
 from partita.train.metrics import read
 from partita.train.options import Evaluation, Saving
-from partita.train.trainer import catalog_names, check
+from partita.train.rates import catalog_names
+from partita.train.trainer import check
 from tests.tiny import tiny_model
 from tests.train import jobs
 from tests.train.runs import tiny_run

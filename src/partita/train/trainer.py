@@ -7,7 +7,6 @@ run: build, open the data, go on from a checkpoint or start, step, measure, save
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 from contextlib import ExitStack, nullcontext
@@ -26,7 +25,9 @@ from partita.train.metrics import Metrics
 from partita.train.mfu import Utilisation
 from partita.train.options import Options
 from partita.train.progress import Progress, Shown
+from partita.train.rates import peak_flops
 from partita.train.sources import expand
+from partita.train.summary import memory_bytes, summary
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def train(options: Options) -> dict[str, Any]:
-    """Train on ``options.ranks`` ranks; returns the summary of ``summary``.
+    """Train on ``options.ranks`` ranks; returns what ``summary.summary`` says.
 
     Raises:
         BadInput, NotInstalled: before any rank starts where that can be known.
@@ -106,7 +107,7 @@ class Run:
 
 
 def run(options: Options) -> dict[str, Any]:
-    """One rank of a run; returns its summary (``summary``), whole on rank 0."""
+    """One rank of a run; returns its summary."""
     import torch
 
     from partita.train.ranks import device_of, process_group, rank
@@ -211,45 +212,6 @@ def utilisation(options: Options, device: torch.device) -> Utilisation:
     return Utilisation(
         options.model, work.global_batch * work.sequence, work.sequence, options.layout.world, peak, "full"
     )
-
-
-RATES = {"float64": "fp64", "float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-
-
-def peak_flops(options: Options, device: torch.device) -> float | None:
-    """Dense FLOP/s of one device in the precision of the products; None where nobody knows it."""
-    import torch
-
-    from partita.facts.cluster import find_cluster
-    from partita.facts.device import UnknownCluster, shipped
-
-    rate = RATES[options.work.precision.compute]
-    if options.cluster:
-        where = find_cluster(options.cluster)
-    elif device.type == "cuda":
-        names = catalog_names(torch.cuda.get_device_name(device))
-        known = next((n for n in names if n in shipped().aliases), None)
-        if known is None:
-            return None
-        where = find_cluster(f"{known}:1")
-    else:
-        return None
-    try:
-        return where.device.peak(rate)
-    except UnknownCluster:
-        return None
-
-
-def catalog_names(name: str) -> list[str]:
-    """``NVIDIA A100-SXM4-40GB`` -> [``a100-40``, ``a100``]: what the catalog may call a CUDA device."""
-    words = name.lower().replace("nvidia", "").replace("-", " ").split()
-    if not words:
-        return []
-    kind = words[0]
-    if "pcie" in words:
-        return [f"{kind}-pcie"]
-    sizes = [w.removesuffix("gb") for w in words if w.endswith("gb")]
-    return [*(f"{kind}-{s}" for s in sizes), kind]
 
 
 def loop(run: Run) -> None:
@@ -398,16 +360,6 @@ def show_samples(run: Run) -> None:
         run.progress.say(f"sample {number} ([...] is read and does not count): {text!r}")
 
 
-def memory_bytes(device: torch.device) -> int:
-    """Peak of this rank: of the process on a CPU (libraries included), of torch's allocator on CUDA."""
-    import torch
-
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
 def finish(run: Run) -> dict[str, Any]:
     """Export where asked for, and the summary."""
     if run.options.saving.export:
@@ -430,58 +382,3 @@ def export(run: Run, folder: Path) -> None:
         like = inputs.folder_of(run.options.weights)
         hf.save(state, run.options.model, folder, like if like and (like / "config.json").is_file() else None)
         run.progress.say(f"exported to {folder}")
-
-
-def summary(run: Run) -> dict[str, Any]:
-    """What a run came to; gathered over all ranks, so that every rank must call it.
-
-    ``step_time_s``: min, median and max over the ranks' steps (without the first two and the sampled one), and of
-    which rank the max is.  ``ranks``: the same for each, with its shares; see ``timing.RankTimes``.
-    """
-    from partita.train.timing import times_of
-
-    rows = gathered(run.times.row(), run.device)
-    ranks = [t for i, row in enumerate(rows) if (t := times_of(i, row))]
-    slowest = max(ranks, key=lambda t: t.max_s, default=None)
-    medians = sorted(t.median_s for t in ranks)
-    step_time = {
-        "min": min((t.min_s for t in ranks), default=None),
-        "median": medians[len(medians) // 2] if medians else None,
-        "max": slowest.max_s if slowest else None,
-        "max_rank": slowest.rank if slowest else None,
-    }
-    memory = [int(row[0]) for row in gathered([float(memory_bytes(run.device))], run.device)]
-    median = step_time["median"]
-    return {
-        "model": run.options.model.name,
-        "parameters": run.options.model.parameter_count,
-        "layout": str(run.options.layout),
-        "ranks": run.me.world,
-        "device": run.device.type,
-        "precision": run.case.work.precision.name,
-        "steps": run.options.steps,
-        "first_step": run.first_step,
-        "losses": run.losses,
-        "held_out": [{"step": s, "loss": v} for s, v in run.held_out],
-        "step_time_s": step_time,
-        "shares": [t.json() for t in ranks],
-        "profile_step": run.options.profile_step if run.times.exposed is not None else None,
-        "tokens_per_s": run.utilisation.tokens / median if median else None,
-        "mfu": run.utilisation.of(median) if median else None,
-        "mfu_flops": f"{run.utilisation.convention} attention",
-        "memory_bytes": memory,
-        "out": run.options.out,
-    }
-
-
-def gathered(row: list[float], device: torch.device) -> list[list[float]]:
-    """One row of numbers of every rank, in rank order."""
-    import torch
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [row]
-    mine = torch.tensor(row, dtype=torch.float64, device=device)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return [t.tolist() for t in every]
