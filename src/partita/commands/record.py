@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from partita.facts.ledger import Traffic
     from partita.observe.recording import Recording
 
+NARROW = 90  # columns
+
 
 @click.command("record", context_settings={"ignore_unknown_options": True})
 @click.argument("program", nargs=-1, type=click.UNPROCESSED, required=True)
@@ -59,15 +61,18 @@ def _shell(code: int) -> int:
 def draw(recording: Recording) -> None:
     """The steady step as a table, then what has to be known to read it."""
     screen = console()
+    narrow = screen.width < NARROW
     ranks = f"{recording.world} ranks, {recording.steps} steps, torch {recording.ranks[0].torch}"
     screen.print(
         f"{' '.join(recording.command)}: {ranks}, {recording.ranks[0].backend}\n", markup=False, soft_wrap=True
     )
     if recording.init:
-        screen.print(_table("Init", recording.init, recording))
+        screen.print(_table("Init", recording.init, recording, narrow))
     if recording.steady:
         screen.print(
-            _table("A steady step (exposed, hidden: ms, mean of a call's known times)", recording.steady, recording)
+            _table(
+                "A steady step (exposed, hidden: ms, mean of a call's known times)", recording.steady, recording, narrow
+            )
         )
     else:
         screen.print(f"no steady step: the program ended {recording.steps} steps with an optimizer, 3 are needed")
@@ -77,7 +82,8 @@ def draw(recording: Recording) -> None:
         screen.print(f"varies: {sentence}", markup=False, soft_wrap=True)
 
 
-def _table(title: str, rows: Iterable[Traffic], recording: Recording) -> Table:
+def _table(title: str, rows: Iterable[Traffic], recording: Recording, narrow: bool) -> Table:
+    """One row a line; ``ranks`` only where not all did the same, hidden time only where there is room."""
     cells: list[tuple[str, ...]] = []
     for r in rows:
         times = recording.times.get((*r.key, r.kind))
@@ -89,7 +95,9 @@ def _table(title: str, rows: Iterable[Traffic], recording: Recording) -> Table:
     columns = ["phase", "verb", "axis", "dtype", "calls", "payload", "sends", "exposed", "hidden", "ranks"]
     if all(row[-1] == "all" for row in cells):
         columns, cells = columns[:-1], [row[:-1] for row in cells]
-    return table(title, columns, cells, right=(4, 5, 6, 7, 8), whole=(0, 1, 2, 3))
+    if narrow:
+        columns, cells = [*columns[:8], *columns[9:]], [(*row[:8], *row[9:]) for row in cells]
+    return table(title, columns, cells, right=range(4, 8 if narrow else 9), whole=(0, 1, 2, 3))
 
 
 def _ms(seconds: float | None) -> str:
