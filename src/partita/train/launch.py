@@ -188,6 +188,10 @@ def launch(
                 _hand_over(child, message)
             results = _supervise(job, timeout_s)
             return [pickle.loads(r) for r in results]
+        except BaseException:
+            if sys.stderr.isatty():
+                print("\x1b[?25h", file=sys.stderr)  # a live line, ended by force, would leave the cursor hidden
+            raise
         finally:
             job.end()
 

@@ -310,7 +310,8 @@ def after(run: Run, index: int, loss: float, result: Result, rate: float, took: 
             held_out=held,
         )
     )
-    if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm)):
+    skips = run.step.scaling is not None  # a scaled loss may overflow: that step is left out, and the scale halved
+    if not math.isfinite(loss) or (norm is not None and not math.isfinite(norm) and not skips):
         # The loss and the norm are sums over all ranks, so that every rank stops here.
         raise BadInput(
             f"step {done} has loss {loss} and gradient norm {norm}, which are not both numbers; a smaller --lr (now "
