@@ -2,8 +2,8 @@
 
     python bench/startup.py
 
-Beside each command stands its ratio to an interpreter that imports nothing, measured in the same run.  The aims are under
-0.3 s to start and under 0.5 s to answer, without torch.
+Beside each command stands its ratio to an interpreter that imports nothing, measured in the same run.  The aims are
+under 0.3 s to start and under 0.5 s to answer, without torch.
 """
 
 from __future__ import annotations
