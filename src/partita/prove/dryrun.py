@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -124,30 +124,30 @@ def run(model: Model, layout: Layout, work: Training, rank: int, steps: int = ST
 
 
 def _rehearse(case: Case, groups: Any, rank: int, steps: int) -> Witness:
-    """Build, then steps under the recorder; the steady step under the tracker of peaks too."""
+    """Build, then steps, under the recorder and the tracker of peaks."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from partita.observe.record import Recorder
     from partita.prove.observed import Tracked, state_rows
     from partita.train.step import train_step
 
-    recorder = Recorder(case.mesh)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with recorder, recorder.phase("init"):
+    tracked, recorder = Tracked(), Recorder(case.mesh)
+    with tracked, recorder, recorder.phase("init"), tracked.phase("init"):
         step = _build(case, groups, fake)
     init = _rows(recorder)
     batches = _batches(case, groups, fake)
-    rows, memory, tracked = [], (), Tracked(step)
+    rows, memory = [], ()
     for i in range(steps):
-        last = i == steps - 1
         recorder = Recorder(case.mesh)
-        with fake, tracked if last else _nothing(), recorder:
-            train_step(step, batches, case, groups, [recorder, *([tracked] if last else [])])
+        tracked.step(i)
+        # The tracker sees every step: a fake storage that grows before it was met could not be told from a real one.
+        with fake, tracked, recorder:
+            train_step(step, batches, case, groups, [recorder, tracked])
         rows.append(_rows(recorder))
-        if last:
-            memory = state_rows(step)
+        memory = state_rows(step)
         step.optimizer.zero_grad()
-    return Witness("dry", rank, case.mesh.world, init, tuple(rows), memory, tracked.peaks())
+    return Witness("dry", rank, case.mesh.world, init, tuple(rows), memory, tracked.peaks(steps - 1))
 
 
 def _build(case: Case, groups: Any, fake: Any) -> Any:
@@ -209,12 +209,6 @@ def _meshes_stay_real() -> Iterator[None]:
         yield
     finally:
         DeviceMesh._compute_coordinates_from_mesh = staticmethod(original)  # type: ignore[method-assign]
-
-
-def _nothing() -> AbstractContextManager[None]:
-    from contextlib import nullcontext
-
-    return nullcontext()
 
 
 def main() -> None:

@@ -28,24 +28,22 @@ def state_rows(step: Step) -> tuple[Memory, ...]:
 
 
 def held(step: Step) -> Iterator[tuple[str, list[torch.Tensor]]]:
-    """What stands before a step begins."""
+    """What stands before a step begins; gradients too, whose buckets outlive them."""
     yield "parameters", [p for _, p in step.named()]
     yield "master", masters_of(step)
+    yield "gradients", [p.grad for _, p in step.named() if p.grad is not None]
     values = [v for state in step.optimizer.state.values() for v in state.values()]
     yield "optimizer state", [v for v in values if isinstance(v, torch.Tensor)]
 
 
 class Tracked:
-    """One step under the tracker of peaks; also a watch of ``train_step``, whose phases it takes over."""
+    """The tracker of peaks as a watch of ``train_step``, whose phases it takes over."""
 
-    def __init__(self, step: Step) -> None:
-        self.model = step
+    def __init__(self) -> None:
         self.tracker = PeakTracker()
 
     def __enter__(self) -> Tracked:
         self.tracker.__enter__()
-        for name, tensors in held(self.model):
-            self.tracker.hold(name, tensors)
         return self
 
     def __exit__(
@@ -53,9 +51,17 @@ class Tracked:
     ) -> None:
         self.tracker.__exit__(kind, error, trace)
 
+    def hold(self, step: Step) -> None:
+        """Names what stands now."""
+        for name, tensors in held(step):
+            self.tracker.hold(name, tensors)
+
+    def step(self, index: int) -> None:
+        self.tracker.step(index)
+
     def phase(self, name: str) -> AbstractContextManager[None]:
         return self.tracker.phases.mark(name)
 
-    def peaks(self) -> dict[str, int]:
-        """Bytes by phase."""
-        return {p.phase: p.bytes for p in self.tracker.peaks() if p.phase in ("forward", "backward", "step")}
+    def peaks(self, step: int) -> dict[str, int]:
+        """Bytes by phase of one step."""
+        return {p.phase: p.bytes for p in self.tracker.peaks(step) if p.phase in ("forward", "backward", "step")}

@@ -39,14 +39,15 @@ class Witness:
 
     @property
     def early(self) -> tuple[Traffic, ...]:
-        """What the steps before the steady one sent beyond it, as rows of phase ``early``."""
+        """What the steps before the steady one sent beyond it, as rows of phase ``early`` and kind ``control``: they
+        happen once and take no part in the volume of a step."""
         usual = Counter({key(r): r.count for r in self.steady})
         beyond: Counter[TrafficKey] = Counter()
         for rows in self.steps[:-1]:
             beyond += Counter({key(r): r.count for r in rows}) - usual
         merged: Counter[TrafficKey] = Counter()
-        for (_, *rest), count in beyond.items():
-            merged["early", *rest] += count  # type: ignore[index]
+        for (_, verb, axis, dtype, size, _), count in beyond.items():
+            merged["early", verb, axis, dtype, size, "control"] += count
         return tuple(
             Traffic("-", verb, axis, EVERY, dtype, size, n, phase, None, "recorded", kind=kind)
             for (phase, verb, axis, dtype, size, kind), n in merged.items()

@@ -56,9 +56,10 @@ def alive(case: Case) -> Iterator[Alive]:
     item = ITEM_BYTES[dtype]
     for unit in case.units:
         size = sum(h.parameter.elements for h in unit.held) * item
-        if case.micro_batches == 1:
-            why = "the buckets stand before backward fills them"
-            yield Alive("ddp", "gradient buckets", unit.name, START, Moment("backward", -1), dtype, size, why)
+        # Accumulated gradients are tensors of their own, beside the buckets, until the last micro-batch fills those.
+        end = Moment("backward", -1) if case.micro_batches == 1 else BACKWARD
+        why = "the buckets stand before backward fills them"
+        yield Alive("ddp", "gradient buckets", unit.name, START, end, dtype, size, why)
         largest = max((h.parameter.elements for h in unit.held), default=0) * item
         why = "a gradient before it is copied into its bucket"
         yield Alive("ddp", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
