@@ -106,8 +106,8 @@ class Engine:
             bucket = self.buckets[self.launched]
             if len(bucket.filled) < len(bucket.places):
                 return
-            if not self.keeps and self.launched:
-                # Two buckets of whole gradients at most: the one that was just filled, and the one before it.
+            # One reduction at a time, so that what is under way is bounded: it had all of this bucket's backward.
+            if self.launched:
                 self._finish(self.buckets[self.launched - 1])
             self.timeline.buckets.append(bucket.times)
             bucket.work = self._reduce(bucket)

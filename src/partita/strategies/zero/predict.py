@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from partita.facts.bucketing import Bucketing, GradientRun, word_of
-from partita.facts.case import BACKWARD, LAST_BACKWARD, Alive, Bucket, Case, Division, Flat, Moment
+from partita.facts.case import Alive, Bucket, Case, Division, Flat
 from partita.facts.layout import Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
 from partita.facts.mesh import EVERY, Coordinate
-from partita.facts.precision import ITEM_BYTES, Precision
+from partita.facts.precision import Precision
+from partita.strategies.zero import transients
 from partita.strategies.zero.buckets import fill, kinds
 
 AFTER: tuple[str, ...] = ()
@@ -79,40 +80,8 @@ def memory(case: Case) -> Iterator[Memory]:
 
 
 def alive(case: Case) -> Iterator[Alive]:
-    """Buckets of gradients, and each gradient before it is copied into its bucket."""
-    if case.model.bare:
-        return
-    lies, dtype = flat(case), case.precision.gradients
-    item = ITEM_BYTES[dtype]
-    for unit in case.units:
-        largest = max((h.parameter.elements for h in unit.held), default=0) * item
-        why = "a gradient before it is copied into its bucket"
-        yield Alive("zero", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
-    whole = [lies.chunk(b) * lies.ranks * item for b, _ in lies.buckets]
-    if case.layout.state == "zero1":
-        yield from _ahead(case, max(whole))
-        return
-    in_flight = sorted((size for size, (_, n) in zip(whole, lies.buckets, strict=True) for _ in range(min(n, 2))))
-    why = "the bucket that backward fills, and the one that is being reduced"
-    first = Moment("loss", 1)
-    yield Alive("zero", "gradient buckets", "", first, LAST_BACKWARD, dtype, sum(in_flight[-2:]), why)
-    if case.micro_batches > 1:
-        why = "a reduced shard before it is added to those of earlier micro-batches"
-        yield Alive("zero", "gradient buckets", "", first, LAST_BACKWARD, dtype, max(whole) // lies.ranks, why)
-
-
-def _ahead(case: Case, bucket_bytes: int) -> Iterator[Alive]:
-    """A bucket is there whole when its first gradient is: so are those of units whose turn is yet to come."""
-    if case.micro_batches > 1:
-        return  # gradients stand from the first micro-batch on: rows of the step
-    dtype = case.precision.gradients
-    why = "the rest of a bucket that backward has begun to fill"
-    for unit in case.units:
-        size = sum(h.parameter.elements for h in unit.held) * ITEM_BYTES[dtype]
-        units = min(unit.count, bucket_bytes // size) if size else 0
-        begin = Moment("loss", 1) if sum(n for _, n in flat(case).buckets) == 1 else Moment("backward", -units)
-        if units or begin.kind == "loss":
-            yield Alive("zero", "gradient buckets", unit.name, begin, Moment("backward", -1), dtype, size, why)
+    if not case.model.bare:
+        yield from transients.alive(case, flat(case))
 
 
 def bucketing(case: Case) -> Iterator[Bucketing]:
