@@ -1,5 +1,7 @@
 """The order of samples under every layout and after resuming, what is held out, and how samples are shown."""
 
+import hashlib
+
 import numpy as np
 import pytest
 import torch
