@@ -56,19 +56,23 @@ class Difference:
 def pieces(named: Iterable[tuple[str, Tensor | None]], path: Path) -> list[Piece]:
     """Each local tensor beside its slice in a safetensors file (raises KeyError for a name that is not there)."""
     import torch
-    from safetensors import safe_open
 
     from partita.model import shards
 
-    out = []
+    with torch.no_grad():
+        return boxed(((n, None, ()) if t is None else (n, *shards.local(t)) for n, t in named), path)
+
+
+def boxed(held: Iterable[tuple[str, Tensor | None, Box]], path: Path) -> list[Piece]:
+    """As ``pieces``, for tensors that say themselves which elements they are."""
+    import torch
+    from safetensors import safe_open
+
     with torch.no_grad(), safe_open(path, "pt") as file:
-        for name, tensor in named:
-            if tensor is None:
-                out.append(Piece(name, (), missing=True))
-                continue
-            mine, box = shards.local(tensor)
-            out.append(_piece(name, mine, box, file.get_slice(name)))
-    return out
+        return [
+            Piece(name, (), missing=True) if mine is None else _piece(name, mine, box, file.get_slice(name))
+            for name, mine, box in held
+        ]
 
 
 def _piece(name: str, mine: Tensor, box: Box, source: Any) -> Piece:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from partita.facts.case import Case
 from partita.plan.account import account
-from partita.prove.compare import Piece, pieces
+from partita.prove.compare import Piece, boxed, pieces
 from partita.prove.proof import Proof
 from partita.prove.reference import Captured, Reference, names
 from partita.prove.witness import STEADY, Witness
@@ -197,8 +197,10 @@ class _Run:
             self.step.timeline.buckets.clear()
 
     def first_gradients(self) -> None:
+        from partita.strategies.step.state import gradient_boxes
+
         self.misplaced += list(gradient_placements(self.step))
-        self.gradients = pieces(((n, p.grad) for n, p in self.step.named()), self.reference.file("gradients"))
+        self.gradients = boxed(gradient_boxes(self.step), self.reference.file("gradients"))
 
     def peak(self) -> dict[str, int]:
         """One more step, whose numbers nobody reads, under the tracker."""
@@ -250,7 +252,8 @@ def gradient_placements(step: Step) -> Iterator[str]:
     """Sentences about gradients that do not lie as their parameter does."""
     from torch.distributed.tensor import DTensor
 
-    for name, p in step.named():
+    whole = {o.name: o.tensor for o in step.pieces()}  # what lies flat is compared by its own ranges of elements
+    for name, p in whole.items():
         g = p.grad
         if g is None:
             yield f"{name} has no gradient"
