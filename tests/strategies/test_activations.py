@@ -14,7 +14,7 @@ from partita.facts.model import Model
 from partita.facts.precision import PRESETS
 from partita.facts.work import Training
 from partita.plan.account import account
-from partita.strategies.step.activations import alive, block_saved, bytes_of, last_saved
+from partita.strategies.step.activations import alive, block_saved, bytes_of, last_saved, mask_bytes
 from tests.tiny import ZOO, tiny_model
 
 torch = pytest.importorskip("torch")
@@ -154,3 +154,17 @@ def test_a_tied_head_leaves_its_part_of_the_gradient_waiting() -> None:
 
     assert waiting(tiny_model()) == []
     assert waiting(replace(tiny_model(), tied=True)) == [101 * 40 * 4]
+
+
+@pytest.mark.parametrize(
+    ("window", "packed", "elements"), [(None, False, 0), (5, False, 16 * 16), (None, True, 3 * 256)]
+)
+def test_the_mask_is_a_row_where_there_is_one(window: int | None, packed: bool, elements: int) -> None:
+    model = tiny_model(sliding_window=window)
+    work = Training(3, 16, PRESETS["fp32"], packed=packed)
+    case = account(model, Layout(mb=3), work).case
+    documents = (torch.arange(16) // 8).expand(3, 16) if packed else None
+    attend = plain(model, documents).attend
+    mask = attend.mask(torch.zeros(3, model.heads, 16, model.head_dim))  # type: ignore[attr-defined]
+    held = 0 if mask is None else mask.untyped_storage().nbytes()
+    assert mask_bytes(case) == held == 4 * elements

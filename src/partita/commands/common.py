@@ -144,6 +144,7 @@ def training(
     optimizer: str,
     clip: float,
     defaults: dict[str, Any],
+    packed: bool = False,
 ) -> Training:
     """The work that the options name; what was not said comes from ``defaults`` and is noted in ``assumed``."""
     from partita.facts.precision import precision as preset
@@ -159,4 +160,5 @@ def training(
         precision=preset(str(said["precision"])),
         optimizer=optimizer,
         clip=clip or None,
+        packed=packed,
     )

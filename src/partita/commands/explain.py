@@ -42,6 +42,7 @@ TRAFFIC_ORDER = ("forward", "backward", "step", "early", "init", "save")
 @click.option("--layout", default="full_shard", show_default=True, help="Words such as 'dp=64 full_shard mb=1'.")
 @click.option("--ranks", type=int, help="Number of ranks, where no cluster is given.")
 @work_options(2048)
+@click.option("--packed", is_flag=True, help="Several documents may share a sequence: attention carries a mask.")
 @click.option("--check", is_flag=True, help="Exit with 1 where a law is broken or the layout does not fit.")
 @click.option("--trace", type=click.Path(dir_okay=False), help="Write the step as a Chrome trace, for Perfetto.")
 @click.option("--html", type=click.Path(dir_okay=False), help="Write one HTML page with tables and figures.")
@@ -59,6 +60,7 @@ def command(
     precision: str | None,
     optimizer: str,
     clip: float,
+    packed: bool,
     check: bool,
     trace: str | None,
     html: str | None,
@@ -88,6 +90,7 @@ def command(
         precision=precision,
         optimizer=optimizer,
         clip=clip,
+        packed=packed,
         defaults=defaults,
     )
     result = explain(found, parsed, work, where, assumed)

@@ -17,7 +17,7 @@ class Training:
 
     ``global_batch`` in sequences, ``sequence`` in tokens, ``clip``: the largest global gradient norm (None: the norm is
     neither measured nor clipped).  ``momentum`` is SGD's; without it SGD keeps no state.  ``weight_decay`` applies to
-    matrices alone.
+    matrices alone.  ``packed``: several documents may share a sequence, so that attention carries a mask.
     """
 
     global_batch: int
@@ -31,6 +31,7 @@ class Training:
     momentum: float = 0.9
     clip: float | None = 1.0
     tokens: int | None = None
+    packed: bool = False
 
     def __post_init__(self) -> None:
         for name in ("global_batch", "sequence"):

@@ -130,8 +130,21 @@ def _activations(case: Case) -> Iterator[Alive]:
     yield row(
         "logits", "last", FORWARD, BACKWARD, logits, "one row of the vocabulary per token; its gradient takes its place"
     )
+    mask = mask_bytes(case)
+    if mask:
+        yield row("activations", "", START, LAST_BACKWARD, mask, "the attention mask, one for all layers")
     chunk = min(max(4, item) * tokens * model.vocab, LOSS_CHUNK_BYTES)
     yield row("temporaries", "", LOSS, LOSS, chunk, "one chunk of the loss, widened")
+
+
+def mask_bytes(case: Case) -> int:
+    """Bytes of the additive attention mask: of each sequence where documents are packed, one for all sequences where a
+    window is shorter than the sequence, else none."""
+    window, length = case.model.sliding_window, case.sequence
+    item = ITEM_BYTES[case.precision.compute]
+    if case.work.packed:
+        return case.layout.mb * length * length * item
+    return length * length * item if window is not None and window < length else 0
 
 
 def _weight_copies(case: Case) -> Iterator[Alive]:
