@@ -1,65 +1,62 @@
-"""Buckets of gradients that are alive in backward, beside the gradients that the step's own rows count."""
+"""What is alive in backward beside the gradients that the step's own rows count: buckets, and a gradient on its way."""
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import accumulate
 
-from partita.facts.case import BACKWARD, LAST_BACKWARD, Alive, Case, Flat, Moment
+from partita.facts.case import LAST_BACKWARD, Alive, Case, Flat, Moment, Unit
 from partita.strategies.zero.buckets import fill
+
+Parts = tuple[int, int, int]
+"""Elements of a gradient that was just made, of buckets of whole gradients, and of gloo's copy of a bucket."""
 
 
 def alive(case: Case, lies: Flat) -> Iterator[Alive]:
-    """Buckets of gradients, and each gradient before it is copied into its bucket."""
+    """Rows for the two units at either end of a run of alike ones: that is where peaks are looked for."""
     dtype, item = case.precision.gradients, case.precision.bytes("gradients")
-    for unit in case.units:
-        largest = max((h.parameter.elements for h in unit.held), default=0) * item
-        why = "a gradient before it is copied into its bucket"
-        yield Alive("zero", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
+    whys = (
+        ("temporaries", "a gradient before it is copied into its bucket"),
+        ("gradient buckets", _why(case)),
+        ("communicator buffers", "gloo's copy of the bucket that is being reduced"),
+    )
     sizes = [b.elements for b in fill(case.model, case.precision.bytes("weights"), case.layout.bucket_mb)]
     ends = list(accumulate(sizes))
-
-    def before(begin: int, made: int) -> int:
-        touched = range(bisect_left(ends, begin + 1), bisect_left(ends, made) + 1)
-        return max(sizes[b - 1] if b else 0 for b in touched)
-
-    if case.kernels == "cpu" and case.layout.zero_sync == "reduce_scatter":
-        why = "gloo's copy of the bucket that is being reduced"
-        yield from _rows(case, "communicator buffers", why, before)
-    if case.layout.state == "zero1":
-        if case.micro_batches == 1:  # else gradients stand from the first micro-batch on
-            why = "the rest of a bucket that backward has begun to fill"
-            yield from _rows(case, "gradient buckets", why, lambda begin, made: ends[bisect_left(ends, made)] - made)
-        return
-
-    def two(begin: int, made: int) -> int:
-        touched = range(bisect_left(ends, begin + 1), bisect_left(ends, made) + 1)
-        return max(sizes[b] + (sizes[b - 1] if b else 0) for b in touched)
-
-    yield from _rows(case, "gradient buckets", "the bucket that backward fills, and the one that is being reduced", two)
-    if case.micro_batches > 1:
+    at = made = 0
+    for unit in reversed(case.units):
+        each = sum(h.parameter.elements for h in unit.held)
+        for i in sorted({0, min(1, unit.count - 1), max(0, unit.count - 2), unit.count - 1}) if each else ():
+            when = Moment("loss", 1 + at + i)
+            most = max(_moments(case, unit, made + i * each, sizes, ends), key=sum)
+            for (name, why), elements in zip(whys, most, strict=True):
+                if elements:
+                    yield Alive("zero", name, "", when, when, dtype, elements * item, why)
+        at, made = at + unit.count, made + unit.count * each
+    if case.layout.state == "zero2" and case.micro_batches > 1:
         why = "a reduced shard before it is added to those of earlier micro-batches"
         size = item * max(lies.chunk(b) for b, _ in lies.buckets)
         yield Alive("zero", "gradient buckets", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
 
 
-def _rows(case: Case, name: str, why: str, elements: Callable[[int, int], int]) -> Iterator[Alive]:
-    """Rows of ``elements(made before a unit, made after it)`` along backward, unit by unit.
+def _why(case: Case) -> str:
+    if case.layout.state == "zero2":
+        return "the bucket that backward fills, and the one that is being reduced"
+    return "the rest of a bucket that backward has begun to fill"
 
-    The two units at either end of a run stand by themselves, where peaks are looked for; those between at their most.
-    """
-    dtype, item = case.precision.gradients, case.precision.bytes("gradients")
-    at = made = 0
-    for unit in reversed(case.units):
-        each = sum(h.parameter.elements for h in unit.held)
-        values = [elements(made + i * each, made + (i + 1) * each) if each else 0 for i in range(unit.count)]
-        ends = sorted({0, min(1, unit.count - 1), max(0, unit.count - 2), unit.count - 1})
-        runs = [(i, i, values[i]) for i in ends]
-        if unit.count > 4:
-            runs.append((2, unit.count - 3, max(values[2:-2])))
-        for first, last, value in runs:
-            begin, end = Moment("loss", 1 + at + first), Moment("loss", 1 + at + last)
-            if value:
-                yield Alive("zero", name, "", begin, end, dtype, value * item, why)
-        at, made = at + unit.count, made + unit.count * each
+
+def _moments(case: Case, unit: Unit, made: int, sizes: list[int], ends: list[int]) -> Iterator[Parts]:
+    """What is alive as each gradient of one unit is made; ``made`` elements were before."""
+    copies = case.kernels == "cpu" and case.layout.zero_sync == "reduce_scatter"
+    unit_end = made + sum(h.parameter.elements for h in unit.held)
+    for h in reversed(unit.held):
+        made += h.parameter.elements
+        b = bisect_left(ends, made)
+        before = sizes[b - 1] if b else 0
+        if case.layout.state == "zero2":
+            whole = sizes[b] + before
+        elif case.micro_batches == 1:
+            whole = max(0, ends[b] - unit_end)  # the step counts the whole unit's gradients
+        else:
+            whole = 0  # gradients stand from the first micro-batch on
+        yield h.parameter.elements, whole, before if copies else 0
