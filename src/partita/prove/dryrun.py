@@ -21,7 +21,7 @@ from partita.facts.errors import BadInput
 from partita.facts.layout import Layout
 from partita.facts.model import Model
 from partita.facts.work import Training
-from partita.plan.account import account
+from partita.plan.account import Account, account
 from partita.prove.wire import pack, unpack
 from partita.prove.witness import STEADY, Witness
 
@@ -47,7 +47,8 @@ def dry_runs(
     """As several ranks, in their order, a few processes at a time."""
     wanted = list(ranks)
     check(model, layout, work, wanted, world)
-    waiting, running = list(wanted), []
+    waiting = list(wanted)
+    running: list[subprocess.Popen[str]] = []
     try:
         while waiting or running:
             while waiting and len(running) < PARALLEL:
@@ -57,6 +58,14 @@ def dry_runs(
         for process in running:
             process.kill()
             process.communicate()
+
+
+def dry_ranks(accounted: Account) -> list[int]:
+    """Ranks that are run dry by default: the first, and the last where its rows differ (a short last shard)."""
+    mesh, ledger = accounted.case.mesh, accounted.ledger
+    first, last = ledger.at(mesh.coordinate(0)), ledger.at(mesh.coordinate(mesh.world - 1))
+    same = (first.memory, first.traffic) == (last.memory, last.traffic)
+    return [0] if same else [0, mesh.world - 1]
 
 
 def check(model: Model, layout: Layout, work: Training, ranks: Iterable[int], world: int) -> None:
@@ -137,7 +146,8 @@ def _rehearse(case: Case, groups: Any, rank: int, steps: int) -> Witness:
         step = _build(case, groups, fake)
     init = _rows(recorder)
     batches = _batches(case, groups, fake)
-    rows, memory = [], ()
+    rows: list[tuple[Any, ...]] = []
+    memory: tuple[Any, ...] = ()
     for i in range(steps):
         recorder = Recorder(case.mesh)
         tracked.step(i)
@@ -177,7 +187,9 @@ def _batches(case: Case, groups: Any, fake: Any) -> list[Any]:
     index = case.mesh.index(groups.coordinate, "dp") if groups else 0
     mine = micro_batches(data, 0, case.work.global_batch, case.layout.mb, index, case.layout.dp)
     return [
-        replace(b, ids=fake.from_tensor(b.ids), targets=fake.from_tensor(b.targets), positions=fake.from_tensor(b.positions))
+        replace(
+            b, ids=fake.from_tensor(b.ids), targets=fake.from_tensor(b.targets), positions=fake.from_tensor(b.positions)
+        )
         for b in mine
     ]
 
@@ -187,7 +199,9 @@ def _rows(recorder: Any) -> tuple[Any, ...]:
     from partita.observe.calls import rows_of
 
     return rows_of(
-        replace(c, kind="control", reason="bucket rebuild") if c.caller.startswith("stand_in.py:") and c.caller.endswith(" rebuild") else c
+        replace(c, kind="control", reason="bucket rebuild")
+        if c.caller.startswith("stand_in.py:") and c.caller.endswith(" rebuild")
+        else c
         for c in recorder.calls
     )
 
@@ -198,17 +212,18 @@ def _meshes_stay_real() -> Iterator[None]:
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import DeviceMesh
 
-    original = DeviceMesh._compute_coordinates_from_mesh
+    mesh: Any = DeviceMesh
+    original = mesh._compute_coordinates_from_mesh
 
     def compute(*args: Any) -> Any:
         with unset_fake_temporarily():
             return original(*args)
 
-    DeviceMesh._compute_coordinates_from_mesh = staticmethod(compute)  # type: ignore[method-assign]
+    mesh._compute_coordinates_from_mesh = staticmethod(compute)
     try:
         yield
     finally:
-        DeviceMesh._compute_coordinates_from_mesh = staticmethod(original)  # type: ignore[method-assign]
+        mesh._compute_coordinates_from_mesh = staticmethod(original)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""A proof's terms: what is run, on what data, from what values.  No torch: these are plain facts that ranks are sent."""
+"""A proof's terms: what is run, on what data, from what values.  Plain facts that ranks are sent; no torch."""
 
 from __future__ import annotations
 

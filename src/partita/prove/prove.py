@@ -19,7 +19,7 @@ from partita.plan.account import Account, account
 from partita.plan.laws import Finding
 from partita.prove import laws
 from partita.prove.compare import Difference, limits, relative, worst
-from partita.prove.dryrun import dry_runs
+from partita.prove.dryrun import dry_ranks, dry_runs
 from partita.prove.proof import Proof
 from partita.prove.ranks import Seen, on_rank
 from partita.prove.reconcile import Table, reconcile
@@ -80,7 +80,11 @@ class Report:
         for name, d in self.differences.items():
             if not d.holds:
                 where = f" in {d.worst}" if d.worst else ""
-                out.append(f"{name}{where} {d.value:.2g} from one device, limit {d.limit:.0e}" if d.limit is not None else f"{name}{where} is {d.value}")
+                out.append(
+                    f"{name}{where} {d.value:.2g} from one device, limit {d.limit:.0e}"
+                    if d.limit is not None
+                    else f"{name}{where} is {d.value}"
+                )
         out += [f"law {f.law} ({f.name}): {f.says}" for f in self.laws if f.holds is False]
         return tuple(out)
 
@@ -121,9 +125,10 @@ def prove(
             with busy(f"{each.layout} on {_count(world, 'rank')}"):
                 seen = launch(on_rank, each, reference, ranks=world, threads=threads)
             rehearsed: list[Witness] = []
+            accounted = account(each.model, each.layout, each.work)
             if dry:
                 with busy(f"{each.layout}, dry run"):
-                    rehearsed = list(dry_runs(each.model, each.layout, each.work, dry_ranks(world), world))
+                    rehearsed = list(dry_runs(each.model, each.layout, each.work, dry_ranks(accounted), world))
             reports.append(judge(each, reference, seen, rehearsed))
             done(reports[-1])
     return reports
@@ -140,11 +145,6 @@ def check(proof: Proof) -> None:
     account(proof.model, proof.layout, proof.work)
     refuse(proof.model)
     proof.source.open(proof.model, proof.work.sequence)
-
-
-def dry_ranks(world: int) -> list[int]:
-    """Ranks that are run dry: the first and the last, whose shards are the largest and the smallest."""
-    return sorted({0, world - 1})
 
 
 def judge(proof: Proof, reference: Reference, seen: Sequence[Seen], dry: Sequence[Witness]) -> Report:

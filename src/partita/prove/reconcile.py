@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from partita.facts.case import Case
-from partita.facts.ledger import LINK_SHARE, Ledger, Memory, Traffic
+from partita.facts.ledger import LINK_SHARE, Ledger, Memory
 from partita.facts.mesh import Mesh
 from partita.plan.peak import peaks as predicted_peaks
 from partita.prove.witness import TrafficKey, Witness, key
@@ -128,7 +128,8 @@ class Table:
 
     @property
     def clashes(self) -> tuple[TrafficLine | MemoryLine, ...]:
-        return tuple(x for x in (*self.traffic, *self.memory) if not x.agrees)
+        lines: list[TrafficLine | MemoryLine] = [*self.traffic, *self.memory]
+        return tuple(x for x in lines if not x.agrees)
 
 
 def reconcile(case: Case, ledger: Ledger, dry: Sequence[Witness], recorded: Sequence[Witness]) -> Table:
@@ -141,7 +142,9 @@ def reconcile(case: Case, ledger: Ledger, dry: Sequence[Witness], recorded: Sequ
         for t in rows.traffic:
             owners[key(t)].setdefault(t.owner, t.why)
     traffic = _joined(ranks, {r: _count(here[r].traffic, key, lambda t: t.count) for r in ranks}, witnesses, calls)
-    memory = _joined(ranks, {r: _count(_persistent(here[r].memory), _named, lambda m: m.bytes) for r in ranks}, witnesses, state)
+    memory = _joined(
+        ranks, {r: _count(_persistent(here[r].memory), _named, lambda m: m.bytes) for r in ranks}, witnesses, state
+    )
     return Table(
         tuple(_traffic_line(case.mesh, k, c, who, owners.get(k, {})) for k, c, who in sorted(traffic, key=_by_phase)),
         tuple(MemoryLine(*k, c, who) for k, c, who in memory),
@@ -157,7 +160,9 @@ def _peaks(
     for phase in PHASE_ORDER[:3]:
         here = max((p for p in found if p.phase == phase), key=lambda p: p.bytes, default=None)
         if here is not None:
-            tracked, rehearsed = (max((w.peaks[phase] for w in seen if phase in w.peaks), default=None) for seen in (recorded, dry))
+            tracked, rehearsed = (
+                max((w.peaks[phase] for w in seen if phase in w.peaks), default=None) for seen in (recorded, dry)
+            )
             yield PeakLine(phase, Counts(here.bytes, rehearsed, tracked), here.moment)
 
 
@@ -199,7 +204,9 @@ def _joined(
 ) -> list[tuple[K, Counts, tuple[int, ...]]]:
     """Lines with the ranks for which they hold.  A rank without a dry run shares the line of one that says the same."""
     said = {name: {r: read(w) for r, w in found.items()} for name, found in witnesses.items()}
-    keys = dict.fromkeys(k for rows in (*predicted.values(), *said["dry"].values(), *said["recorded"].values()) for k in rows)
+    keys = dict.fromkeys(
+        k for rows in (*predicted.values(), *said["dry"].values(), *said["recorded"].values()) for k in rows
+    )
     out = []
     for k in keys:
         lines: dict[Counts, list[int]] = {}

@@ -6,10 +6,9 @@ Ranks map the files into memory and read the slices that they hold, so that no r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,7 +57,10 @@ class Captured:
 
 def micro_batch(work: Training) -> int:
     """The largest divisor of the global batch whose tokens stay within ``TOKENS``."""
-    return max((d for d in range(1, work.global_batch + 1) if not work.global_batch % d and d * work.sequence <= TOKENS), default=1)
+    return max(
+        (d for d in range(1, work.global_batch + 1) if not work.global_batch % d and d * work.sequence <= TOKENS),
+        default=1,
+    )
 
 
 def one_device(proof: Proof, folder: str) -> Reference:

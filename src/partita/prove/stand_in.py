@@ -87,12 +87,14 @@ class Replicated(nn.Module):
         """What the constructor sends: torch's own check of shapes and broadcast of rank 0's values."""
         from torch.distributed.utils import _sync_module_states, _verify_param_shape_across_processes
 
-        _verify_param_shape_across_processes(self.group, self.parameters_)
+        parameters: list[Tensor] = list(self.parameters_)
+        _verify_param_shape_across_processes(self.group, parameters)
         _sync_module_states(self.module, self.group, BROADCAST_BYTES, 0, set(), True)
 
     def _buckets(self, order: list[nn.Parameter], caps: list[int]) -> list[Bucket]:
         """Buckets of parameters in the order given, closed by torch's rule."""
-        indices, _ = dist._compute_bucket_assignment_by_size(order, caps, [], list(range(len(order))))
+        tensors: list[Tensor] = list(order)
+        indices, _ = dist._compute_bucket_assignment_by_size(tensors, caps, [], list(range(len(order))))
         out = []
         for i, places in enumerate(indices):
             members = [order[k] for k in places]
@@ -129,7 +131,9 @@ class Replicated(nn.Module):
         self.buckets = self._buckets(self.ready, self.caps)
         del old
         for numbers in (len(self.ready) + 1, len(self.buckets)):  # the order and the number of buckets; their lengths
-            dist.broadcast(torch.zeros(numbers, dtype=torch.int32), src=dist.get_global_rank(self.group, 0), group=self.group)
+            dist.broadcast(
+                torch.zeros(numbers, dtype=torch.int32), src=dist.get_global_rank(self.group, 0), group=self.group
+            )
 
     def _made(self, p: nn.Parameter) -> None:
         """A gradient is whole: it goes to its place in its bucket."""

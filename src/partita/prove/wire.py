@@ -18,7 +18,7 @@ def pack(model: Model, layout: Layout, work: Training) -> dict[str, Any]:
 
 def unpack(data: dict[str, Any]) -> tuple[Model, Layout, Training]:
     """The inverse of ``pack``."""
-    rope = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"]["rope"].items()}
+    rope: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in data["model"]["rope"].items()}
     model = Model(**{**data["model"], "rope": Rope(**rope)})
     work = {**data["work"], "precision": Precision(**data["work"]["precision"]), "betas": tuple(data["work"]["betas"])}
     return model, Layout.parse(data["layout"]), Training(**work)

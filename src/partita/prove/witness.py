@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +84,6 @@ class Witness:
 def key(row: Traffic) -> TrafficKey:
     """What rows of several witnesses are joined on, and their kind."""
     return (*row.key, row.kind)
-
 
 
 def _traffic(data: dict[str, Any]) -> Traffic:
