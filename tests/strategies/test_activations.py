@@ -82,7 +82,7 @@ def predicted(model: Model, precision: str) -> int:
     case = account(model, Layout(mb=BATCH), Training(BATCH, LENGTH, PRESETS[precision])).case
     counts = {u.name: u.count for u in case.units}
     rows = [r for r in alive(case) if r.object in ("activations", "logits", "cast weights")]
-    return sum(r.bytes * counts[r.unit] for r in rows)
+    return sum(r.bytes * counts.get(r.unit, 1) for r in rows)  # what names no unit is there once
 
 
 @pytest.mark.parametrize(
@@ -93,18 +93,17 @@ def predicted(model: Model, precision: str) -> int:
 def test_a_whole_decoder_saves_its_blocks_the_last_unit_and_the_logits(
     name: str, precision: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Apart from parameters, rope tables, the mask, and the batch's own token ids."""
+    """Apart from parameters, rope tables and the batch's own token ids."""
     model, autocast = ZOO[name], PRESETS[precision].autocast
     decoder, calls = Decoder(model).to(getattr(torch, dtype)), plain(model)
     ids = torch.randint(0, model.vocab, (BATCH, LENGTH))
     targets, positions = ids.roll(-1, 1), torch.arange(LENGTH)
     table = rope.tables(model, positions, getattr(torch, dtype))
     monkeypatch.setattr(rope, "tables", lambda *_: table)
-    mask = mask_of(model, calls, torch.bfloat16 if autocast else getattr(torch, dtype))
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         found = saved_bytes(
             lambda: vocabulary_loss(decoder(ids, positions, calls), targets),
-            [*decoder.parameters(), *table, ids, *mask],
+            [*decoder.parameters(), *table, ids],
         )
     assert predicted(model, precision) == found
 
