@@ -18,7 +18,7 @@ from partita.facts.layout import Layout
     "ranks",
     type=int,
     multiple=True,
-    help="Be this rank; may be repeated. Default: 0, and the last where it differs.",
+    help="Be this rank (repeatable). Default: 0, and the last where it differs.",
 )
 @work_options(2048)
 @click.option("--steps", type=int, default=3, show_default=True, help="Steps; the last one is taken as the steady one.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -207,6 +208,7 @@ class _Run:
         from partita.train.step import train_step
 
         batches = self.batches(self.proof.steps)
+        gc.collect()  # what earlier steps left in reference cycles is no part of this one
         with self.tracked:
             train_step(self.step, batches, self.case, self.groups, [self.tracked])
         self.step.optimizer.zero_grad()
