@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from typing import Any
 
@@ -323,3 +324,20 @@ def load_alone(shards: list[Any]) -> None:
     model = ZOO["all_biases"]
     case = account(model, Layout(mb=4), Training(4, 8, PRESETS["fp32"])).case
     load_named_state(build(case, None, lambda named: fill(named, model, 0)), shards)
+
+
+@pytest.mark.parametrize("shape", [(7,), (1, 5), (5, 1), (4, 6)])
+def test_a_flat_range_is_a_few_boxes(shape: tuple[int, ...]) -> None:
+    from partita.model.shards import box_shape
+    from partita.strategies.step.state import boxes
+
+    whole = torch.arange(math.prod(shape)).view(shape)
+    for begin in range(whole.numel() + 1):
+        for end in range(begin, whole.numel() + 1):
+            found = list(boxes(shape, begin, end))
+            got = []
+            for at, part in found:
+                assert at == len(got)
+                got += whole[tuple(slice(lo, hi) for ((lo, hi),) in part)].flatten().tolist()
+                assert math.prod(box_shape(part)) > 0
+            assert got == list(range(begin, end)) and len(found) <= 3

@@ -23,6 +23,8 @@ KINDS = (
     {"layout": "full_shard"},
     {"layout": "shard_grad_op", "precision": "bf16-master"},
     {"layout": "full_shard", "optimizer": "sgd", "precision": "fp64"},
+    {"layout": "zero1", "optimizer": "sgd"},
+    {"layout": "zero2 bucket_mb=0.02", "precision": "fp16-master"},
 )
 
 

@@ -142,7 +142,8 @@ def boxes(shape: tuple[int, ...], begin: int, end: int) -> Iterator[tuple[int, B
     """Boxes of a tensor of one or two dims that together are its flat elements ``begin`` <= i < ``end``, each with its
     place in that range."""
     if len(shape) == 1:
-        yield 0, box((begin, end))
+        if begin < end:
+            yield 0, box((begin, end))
         return
     _, width = shape
     at = begin
