@@ -52,6 +52,22 @@ def whole_gradients(step: Any, group: Any) -> dict[str, Any]:
     return {name: out[name].view(p.shape) for name, p in step.named()}
 
 
+def clashes(found: Any, at: dict[str, int], held: Any) -> dict[Any, tuple[int, int]]:
+    """Objects whose persistent bytes differ: (predicted, on this rank)."""
+    persists = [
+        r
+        for r in found.ledger.memory
+        if at in r.ranks and (r.phase == "persistent" or (r.phase == "step" and "gradients" in (r.object, r.unit)))
+    ]
+    sums: list[dict[Any, int]] = [{}, {}]
+    for rows, into in zip((persists, held), sums, strict=True):
+        for r in rows:
+            key = (r.object, r.unit if r.object == "padding" else "", r.phase)
+            into[key] = into.get(key, 0) + r.bytes
+    want, got = sums
+    return {k: (want.get(k, 0), got.get(k, 0)) for k in want.keys() | got.keys() if want.get(k, 0) != got.get(k, 0)}
+
+
 def compare(
     rank: int, world: int, layout: str, model: Model, precision: str, batch: int, clip: float | None, optimizer: str
 ) -> Seen:
@@ -101,23 +117,7 @@ def compare(
     seen.traffic = {k: v for k, v in joined.items() if v[0] != v[1]}
     joined = join(select(found.ledger.traffic, phase="init"), start.rows(), lambda r: r.count)
     seen.init = {k: v for k, v in joined.items() if v[0] != v[1]}
-    held = state_rows(step)
-    persists = [
-        r
-        for r in found.ledger.memory
-        if at in r.ranks
-        and (r.phase == "persistent" or "gradients" in (r.object, r.unit))
-        and r.phase in ("persistent", "step")
-    ]
-    want_bytes: dict[Any, int] = {}
-    got_bytes: dict[Any, int] = {}
-    for rows, into in ((persists, want_bytes), (held, got_bytes)):
-        for r in rows:
-            key = (r.object, r.unit if r.object == "padding" else "", r.phase)
-            into[key] = into.get(key, 0) + r.bytes
-    for key in want_bytes.keys() | got_bytes.keys():
-        if want_bytes.get(key, 0) != got_bytes.get(key, 0):
-            seen.memory[key] = (want_bytes.get(key, 0), got_bytes.get(key, 0))
+    seen.memory = clashes(found, at, state_rows(step))
     return seen
 
 
