@@ -26,7 +26,7 @@ from tests.tiny import tiny_model
 LLAMA_8B = Model("llama-8b-shaped", "llama", 32, 4096, 14336, 32, 8, 128, 128256, max_positions=8192)
 
 
-@pytest.mark.parametrize(("bucket_mb", "each"), [("0.02", 1), ("0.07", 3), ("25", 2)])
+@pytest.mark.parametrize(("bucket_mb", "each"), [("0.02", 3), ("25", 1)])
 def test_the_stand_in_sends_what_ddp_sends(
     ranks: Pool, tmp_path_factory: pytest.TempPathFactory, bucket_mb: str, each: int
 ) -> None:
@@ -36,9 +36,7 @@ def test_the_stand_in_sends_what_ddp_sends(
     real = ranks(2).run(jobs.together, proof, reference)[1].witness
     dry = dry_run(proof.model, proof.layout, proof.work, 1, 2)
     assert dry.stand_ins == (NAME,)
-    assert [dict(rows(dry.init))] + [rows(s) for s in dry.steps] == [dict(rows(real.init))] + [
-        rows(s) for s in real.steps
-    ]
+    assert [rows(s) for s in (dry.init, *dry.steps)] == [rows(s) for s in (real.init, *real.steps)]
     assert {(m.object, m.unit, m.bytes) for m in dry.memory} == {(m.object, m.unit, m.bytes) for m in real.memory}
     for phase, peak in real.peaks.items():
         assert dry.peaks[phase] == pytest.approx(peak, rel=0.01)

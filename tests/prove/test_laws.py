@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from partita.facts.layout import Layout
+from partita.facts.precision import PRESETS
 from partita.facts.work import Training
 from partita.plan.account import account
 from partita.prove import laws
@@ -17,7 +18,7 @@ from partita.prove.reference import Reference
 from partita.prove.witness import Witness
 from tests.tiny import tiny_model
 
-CASE = account(tiny_model(tied=True), Layout.parse("full_shard", 2), Training(4, 8)).case
+CASE = account(tiny_model(tied=True), Layout.parse("full_shard", 2), Training(4, 8, PRESETS["fp32"])).case
 REFERENCE = Reference("", (1.0,), (2.0,), (("a", "b", "c", "d"),), 0.0)
 SUM = ("all_reduce", ("dp",), "float32", 4, (0, 1), None)
 GATHER = ("all_gather", ("dp",), "float32", 8, (0, 1), None)
