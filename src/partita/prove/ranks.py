@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from partita.strategies.groups import Groups
     from partita.strategies.parallelize import Step
 
+SETTLE_S = 0.1
+
 Issued = tuple[str, tuple[str, ...], str, int, tuple[int, ...], int | None]
 """A collective as its group's members must all issue it: verb, axis, dtype, bytes, ranks, peer."""
 
@@ -69,6 +71,20 @@ class Clock:
             yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
+
+
+class Settle:
+    """A watch of ``train_step`` that waits a moment before a phase.
+
+    Gloo's own thread lets go of a collective's tensors a little after it has said that it is done: without the wait,
+    the root unit's gradients are sometimes still there when the optimizer steps.
+    """
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if name == "step":
+            time.sleep(SETTLE_S)
+        yield
 
 
 def on_rank(proof: Proof, reference: Reference) -> Seen:
@@ -210,7 +226,7 @@ class _Run:
         batches = self.batches(self.proof.steps)
         gc.collect()  # what earlier steps left in reference cycles is no part of this one
         with self.tracked:
-            train_step(self.step, batches, self.case, self.groups, [self.tracked])
+            train_step(self.step, batches, self.case, self.groups, [self.tracked, Settle()])
         self.step.optimizer.zero_grad()
         return self.tracked.peaks(0)
 
