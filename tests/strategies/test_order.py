@@ -52,7 +52,6 @@ def test_words_that_a_room_answers_for(layout: str) -> None:
     [
         ("dp=4 full_shard bucket_mb=10", ["bucket_mb=10", "belongs to", "ddp", "leave it out"]),
         ("dp=4 shard=2", ["shard=2", "belongs to", "fsdp", "leave it out"]),
-        ("dp=4 recompute=wild", ["recompute=wild"]),
         ("dp=4 schedule=wild", ["schedule=wild"]),
     ],
 )
