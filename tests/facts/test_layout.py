@@ -27,12 +27,15 @@ def random_layout(chance: random.Random) -> Layout:
         etp=chance.choice((0, 1, 2)),
         state=chance.choice(STATES),
         shard=chance.choice((0, 1, 2, 64)),
-        reshard=chance.choice(("default", "2")),
+        reshard=chance.choice(("default", "all", "2")),
+        wrap=chance.choice((1, 2)),
+        prefetch=chance.choice((1, 3)),
         zero_sync=chance.choice(CHOICES["zero_sync"]),
         bucket_mb=chance.choice((25.0, 1.0, 0.5, 1e6, chance.uniform(0.001, 400))),
         mb=chance.choice((1, 2, 16)),
         recompute=chance.choice(("none", "full")),
         offload=chance.choice(CHOICES["offload"]),
+        delay_after=chance.choice((0, 40)),
     )
 
 

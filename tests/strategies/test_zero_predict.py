@@ -91,13 +91,13 @@ def test_buckets_are_filled_in_the_reverse_of_the_models_order(name: str) -> Non
         item = chance.choice((2, 4, 8))
         cap = int(mb * MIB)
         want = one_by_one(model, item, cap, cap)
-        assert list(fill(model, item, mb)) == want, (mb, item)
-        assert Counter(dict(kinds(model, item, mb))) == Counter(want)
+        assert list(fill(model.spans, item, mb)) == want, (mb, item)
+        assert Counter(dict(kinds(model.spans, item, mb))) == Counter(want)
 
 
 def test_the_default_size_has_a_small_first_bucket() -> None:
     wide = tiny_model(layers=8, hidden=512, ffn=1024, heads=8, kv_heads=8, head_dim=64)
-    assert list(fill(wide, 4, 25.0)) == one_by_one(wide, 4, 25 * MIB, MIB)
+    assert list(fill(wide.spans, 4, 25.0)) == one_by_one(wide, 4, 25 * MIB, MIB)
 
 
 @pytest.mark.parametrize("case", [0, 1, seed.value()])

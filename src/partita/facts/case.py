@@ -12,9 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from partita.facts import frozen
 from partita.facts.layout import Layout
 from partita.facts.mesh import EVERY, Coordinate, Mesh, Ranks
-from partita.facts.model import Model, Parameter
+from partita.facts.model import Model, Parameter, Span
 from partita.facts.precision import Precision
 from partita.facts.work import Training
 
@@ -62,6 +63,11 @@ class Held:
     def axes(self) -> tuple[str, ...]:
         """Axes over which the parameter lies in shards."""
         return tuple(a for s in self.splits for a in s.axis)
+
+    @property
+    def trained(self) -> bool:
+        """Whether it gets a gradient."""
+        return not self.parameter.frozen
 
     def split_by(self, owner: str) -> Split | None:
         return next((s for s in self.splits if s.owner == owner), None)
@@ -141,18 +147,21 @@ class Saving:
 @dataclass(frozen=True)
 class Division:
     """What one room divides: parameters by pattern, named activations (``residual``, ``logits``), what lies
-    flat; and what blocks ``first`` <= i < ``end`` keep for backward, where that is not everything."""
+    flat; what blocks ``first`` <= i < ``end`` keep for backward, where that is not everything; and which objects
+    lie on the host."""
 
     parameters: dict[str, Split] = field(default_factory=dict)
     streams: dict[str, Split] = field(default_factory=dict)
     flat: Flat | None = None
     savings: tuple[tuple[int, int, Saving], ...] = ()
+    host: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Unit:
     """A run of alike units on the same ranks: its name (``blocks.0..31``), its parameters, and how often each of its
-    passes runs in a step, per unit.  ``saving``: what it keeps for backward, where that is not everything."""
+    passes runs in a step, per unit (no backward where all is frozen up to here).  ``saving``: what it keeps for
+    backward, where that is not everything."""
 
     name: str
     count: int
@@ -216,8 +225,8 @@ class Case:
     """A layout of a model for a piece of work, divided.  ``precision`` is as the rooms store it.
 
     ``kernels`` is the kernel set that decides which activations are saved: ``cpu`` (eager) or ``cuda`` (fused).
-    ``flat`` is the division of what lies flat, if a room has one; ``scales_loss`` says that every room works with a
-    scaled loss.
+    ``flat`` is the division of what lies flat, if a room has one; ``host`` the objects that lie on the host;
+    ``scales_loss`` says that every room works with a scaled loss.
     """
 
     model: Model
@@ -231,11 +240,26 @@ class Case:
     parts: tuple[Part, ...] = ()
     actions: dict[int, tuple[str, ...]] | None = field(default=None, hash=False)
     flat: Flat | None = None
+    host: frozenset[str] = frozenset()
     scales_loss: bool = False
+
+    @cached_property
+    def spans(self) -> tuple[Span, ...]:
+        """The model's spans, cut where what is frozen changes."""
+        return frozen.spans(self.model, self.work.frozen)
 
     @property
     def held(self) -> Iterator[Held]:
         return (h for u in self.units for h in u.held)
+
+    @property
+    def trained(self) -> Iterator[Held]:
+        """What gets a gradient."""
+        return (h for u in self.units for h in u.held if h.trained)
+
+    def tier(self, thing: str) -> str:
+        """Where an object lies: ``device`` or ``host``."""
+        return "host" if thing in self.host else "device"
 
     @cached_property
     def by_name(self) -> dict[str, Held]:

@@ -14,6 +14,7 @@ from partita.facts.errors import BadInput
 
 STATES = ("ddp", "zero1", "zero2", "full_shard", "shard_grad_op")
 DEFAULT_BUCKET_MB = 25.0
+DEFAULT_DELAY = 40  # steps: early gradients change fast, and the delayed update waits for "a few dozen" of them
 LEAST_BUCKET_MB = 1e-6  # about one byte
 
 CHOICES = {
@@ -37,7 +38,10 @@ class Layout:
     ``schedule`` and ``stages`` per rank), ``ep`` expert, ``etp`` tensor degree inside an expert (0: as tp).
     ``state``: how model state lies over the dp x cp ranks; ``shard``: over how many of them (0: all).
     ``bucket_mb``: DDP's and ZeRO's bucket size in MiB; 25 is torch's unset default, whose first bucket is 1 MiB.
+    ``reshard``: what full_shard drops after forward (``default``, ``all``, or a number of ranks that keep a copy);
+    ``wrap``: blocks in one unit; ``prefetch``: units whose parameters are gathered ahead.
     ``mb``: sequences per micro-batch.
+    ``offload``: what lies on the host; ``delay_after``: steps before the delayed update begins.
     """
 
     dp: int = 1
@@ -53,11 +57,14 @@ class Layout:
     state: str = "ddp"
     shard: int = 0
     reshard: str = "default"
+    wrap: int = 1
+    prefetch: int = 1
     zero_sync: str = "reduce_scatter"
     bucket_mb: float = DEFAULT_BUCKET_MB
     mb: int = 1
     recompute: str = "none"
     offload: str = "none"
+    delay_after: int = DEFAULT_DELAY
 
     @property
     def world(self) -> int:
@@ -148,7 +155,7 @@ def _number(text: str, key: str, value: str) -> int | float:
                 f"layout {text!r} has {key}={value}, and {key} must be at least {LEAST_BUCKET_MB:f}, and finite"
             )
         return number
-    least = 0 if key in ("shard", "etp") else 1
+    least = 0 if key in ("shard", "etp", "delay_after") else 1
     if number < least:
         raise BadLayout(f"layout {text!r} has {key}={value}, and {key} must be at least {least}")
     return number

@@ -97,8 +97,10 @@ class Mesh:
 
     @staticmethod
     def of(layout: Layout) -> Mesh:
-        """The mesh of a layout; ``shard`` smaller than dp x cp cuts dp into copies and shards, ep into data and
-        experts.
+        """The mesh of a layout.
+
+        ``shard`` smaller than dp x cp cuts dp into copies (``dp.r``) and shards (``dp.s``); a number for ``reshard``
+        cuts the shards into groups (``dp.o``) of that many neighbours (``dp.i``); ep cuts dp into data and experts.
         """
         dp = [("dp", layout.dp)]
         if layout.ep > 1:
@@ -106,6 +108,10 @@ class Mesh:
         elif 0 < layout.shard < layout.dp * layout.cp and layout.shard % layout.cp == 0:
             shards = layout.shard // layout.cp
             dp = [("dp.r", layout.dp // shards), ("dp.s", shards)]
+        small = int(layout.reshard) // layout.cp if layout.reshard.isdecimal() else 0
+        shards = dp[-1][1]
+        if layout.ep == 1 and 1 < small < shards and shards % small == 0:
+            dp[-1:] = [("dp.o", shards // small), ("dp.i", small)]
         plain = {"pp": layout.pp, "cp": layout.cp, "tp": layout.tp}
         return Mesh(tuple(x for a in ORDER for x in (dp if a == "dp" else [(a, plain[a])])))
 

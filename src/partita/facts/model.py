@@ -48,7 +48,7 @@ class Parameter:
 
     ``name`` is global; inside a ``Span`` of several blocks it is a pattern (``blocks.*.attn.q.weight``).
     ``tie`` is the other name under which the same storage is used (a tied head), which has no entry
-    of its own: a parameter is listed once, with its first holder.
+    of its own: a parameter is listed once, with its first holder.  ``frozen``: it gets no gradient.
     """
 
     name: str
@@ -56,6 +56,7 @@ class Parameter:
     role: str
     unit: str
     tie: str | None = None
+    frozen: bool = False
 
     @property
     def elements(self) -> int:

@@ -18,6 +18,7 @@ class Training:
     ``global_batch`` in sequences, ``sequence`` in tokens, ``clip``: the largest global gradient norm (None: the norm is
     neither measured nor clipped).  ``momentum`` is SGD's; without it SGD keeps no state.  ``weight_decay`` applies to
     matrices alone.  ``packed``: several documents may share a sequence, so that attention carries a mask.
+    ``frozen``: patterns of global names (``embed.*``) that get no gradient.
     """
 
     global_batch: int
@@ -32,8 +33,10 @@ class Training:
     clip: float | None = 1.0
     tokens: int | None = None
     packed: bool = False
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "frozen", tuple(self.frozen))  # a list where it comes from JSON
         for name in ("global_batch", "sequence"):
             if getattr(self, name) < 1:
                 raise BadInput(f"{name.replace('_', ' ')} is {getattr(self, name)}, and must be at least 1")

@@ -110,7 +110,7 @@ def _compute(account: Account, played: Played) -> Iterator[TimeLine]:
             yield _computed(phase, kind, seconds, _WHY[kind])
     for u in case.units:
         again += played.units[u.name].forward_s * u.count * u.replay
-        adding += played.accumulate_s[u.name] * u.count * (u.backward - 1)
+        adding += played.accumulate_s[u.name] * u.count * max(0, u.backward - 1)
     if again:
         yield _computed("backward", "recomputation", again, "forward again, for tensors that were not kept")
     if adding:

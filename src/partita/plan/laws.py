@@ -83,7 +83,7 @@ def gradients(case: Case, ledger: Ledger) -> Finding:
     said = Counter((g.parameters, axis) for g in ledger.gradients for axis in g.axis)
     wrong = [
         f"{h.parameter.name} over {axis} ({said[h.parameter.name, axis]} rooms say)"
-        for h in case.held
+        for h in case.trained
         for axis in case.mesh.live(*case.mesh.names)
         if said[h.parameter.name, axis] != 1
     ]
@@ -99,7 +99,7 @@ def norm(case: Case, ledger: Ledger) -> Finding:
     if case.work.clip is None:
         return Finding(3, "norm", None, "the norm is not measured: clipping is off")
     flat = case.flat.axis if case.flat else ()
-    sharded = {a for h in case.held for a in case.mesh.live(*h.axes, *flat)}
+    sharded = {a for h in case.trained for a in case.mesh.live(*h.axes, *flat)}
     summed = {a for r in ledger.traffic if r.owner == "step" and "norm" in r.why for a in r.axis}
     if sharded != summed:
         return Finding(

@@ -2,13 +2,13 @@
 
 A step of one micro-batch is a line of moments: forward of every unit, the loss, backward of every unit in reverse, the
 optimizer.  Rooms say what is alive between which of them; sums are linear along a run of alike blocks, so only its ends
-need to be looked at, and the cost does not grow with the number of layers.
+need to be looked at (and as far from them as something is moved), and the cost does not grow with the number of layers.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -39,23 +39,43 @@ class Line:
     def _runs(self) -> dict[str, tuple[int, int]]:
         return {name: (at, count) for name, at, count in self.units}
 
-    def candidates(self) -> Iterator[tuple[str, float, str]]:
-        """(phase, moment, its name): both ends of every run in both directions, the loss and the optimizer."""
-        for name, at, count in self.units:
-            for i in {0, min(1, count - 1), max(0, count - 2), count - 1}:
-                label = name if count == 1 else f"blocks.{int(name.partition('.')[2].partition('..')[0]) + i}"
-                yield "forward", at + i, f"forward of {label}"
-                yield "backward", 2 * self.total - (at + i), f"backward of {label}"
-        yield "forward", self.total, "the loss"
-        yield "step", 2 * self.total + 1, "the optimizer's step"
+    def candidates(self, items: Sequence[Alive] = ()) -> set[float]:
+        """Moments at which the sum may be largest: both ends of every run in both directions, the loss, the optimizer,
+        and where an item begins that is moved by more than one unit."""
+        moments = {m for item in items for m in (item.begin, item.end)}
+        far = {abs(m.offset) for m in moments if m.kind in ("forward", "backward") and abs(m.offset) > 1}
+        out = {float(self.total), 2.0 * self.total + 1}
+        for _, at, count in self.units:
+            ends = {0, 1, *far} if count > 1 else {0}
+            places = {at + j for e in ends for j in (e, count - 1 - e) if 0 <= j < count}
+            out |= {float(p) for p in places} | {2.0 * self.total - p for p in places}
+        inner = {self.fixed(item.begin) for item in items if item.begin.kind == "loss"}
+        return out | {m for m in inner if 0 <= m <= 2 * self.total}
+
+    def phase(self, now: float) -> str:
+        return "forward" if now <= self.total else "step" if now > 2 * self.total else "backward"
+
+    def label(self, now: float) -> str:
+        """What happens at a moment."""
+        if now == self.total or now > 2 * self.total:
+            return "the loss" if now == self.total else "the optimizer's step"
+        index = int(now if now < self.total else 2 * self.total - now)
+        name, at, count = next(u for u in self.units if u[1] <= index < u[1] + u[2])
+        block = name if count == 1 else f"blocks.{int(name.partition('.')[2].partition('..')[0]) + index - at}"
+        return f"{self.phase(now)} of {block}"
 
     def fixed(self, moment: Moment) -> float:
         """The number of a moment that names no unit."""
-        ends = {"start": -inf, "loss": self.total, "step": 2 * self.total + 1, "end": inf}
-        return ends[moment.kind] + moment.offset
+        return self._ends[moment.kind] + moment.offset
+
+    @cached_property
+    def _ends(self) -> dict[str, float]:
+        return {"start": -inf, "loss": self.total, "step": 2 * self.total + 1, "end": inf}
 
     def alive(self, item: Alive, now: float) -> int:
         """How many of the item's units are alive at a moment."""
+        if not item.unit:
+            return int(self.fixed(item.begin) <= now <= self.fixed(item.end))
         first, count = self._runs.get(item.unit, (0, 1))
         lo, hi = 0.0, float(count - 1)  # the indices i for which begin(i) <= now <= end(i)
         for moment, sign in ((item.begin, 1), (item.end, -1)):
@@ -86,12 +106,13 @@ def transients(case: Case, items: Iterable[Alive]) -> Iterator[Memory]:
     for item in items:
         together[item.unit, item.begin, item.end].append(item)
     spans = [(same[0], sum(item.bytes for item in same)) for same in together.values()]
-    best: dict[str, tuple[int, float, str]] = {}
-    for phase, now, label in line.candidates():
-        size = sum(total * line.alive(item, now) for item, total in spans)
+    best: dict[str, tuple[int, float]] = {}
+    for now in sorted(line.candidates(items)):
+        size, phase = sum(total * line.alive(item, now) for item, total in spans), line.phase(now)
         if phase not in best or size > best[phase][0]:
-            best[phase] = (size, now, label)
-    for phase, (_, now, label) in best.items():
+            best[phase] = (size, now)
+    for phase, (_, now) in best.items():
+        label = line.label(now)
         for item in items:
             number = line.alive(item, now)
             if number:

@@ -132,7 +132,10 @@ class _Player:
         axes = {r.axis for r in rows} | {b.axis for b in found}
         paths = {axis: path(cluster, case.mesh, axis) for axis in axes}
         item = case.precision.bytes("gradients")
-        adding = {u.name: speed.memory_s(3 * item * sum(h.parameter.elements for h in u.held)) for u in case.units}
+        adding = {
+            u.name: speed.memory_s(3 * item * sum(h.parameter.elements for h in u.held if h.trained))
+            for u in case.units
+        }
         return _Player(case, Played(Streams(), speed, rows, paths, work, adding), found)
 
     def step(self, account: Account) -> Played:
@@ -172,9 +175,10 @@ class _Player:
         for index, (unit, i) in enumerate(backward):
             self._needs(pending, index, backward, "backward", last)
             start, work = streams.now, self.out.units[unit.name]
-            again = work.forward_s * unit.replay / unit.backward
+            again = work.forward_s * unit.replay / max(1, unit.backward)
             adding = 0.0 if first else self.out.accumulate_s[unit.name]
-            streams.work(_name(unit, i), again + work.backward_s + adding)
+            if unit.backward:  # else all is frozen from the input on
+                streams.work(_name(unit, i), again + work.backward_s + adding)
             # Adding to earlier micro-batches' gradients comes before a gradient is complete, parameter by parameter.
             stretch = 1.0 + adding / work.backward_s if work.backward_s else 1.0
             for f in filling:

@@ -45,6 +45,17 @@ class Groups:
             self._flat[live] = self.root[live]._flatten("_".join(live))
         return self._flat[live]
 
+    def pair(self, slow: tuple[str, ...], fast: tuple[str, ...]) -> DeviceMesh:
+        """A mesh of two dims, each the flattened axes given."""
+        names = tuple(self._name(axes) for axes in (slow, fast))
+        return self.root[names]
+
+    def _name(self, axes: tuple[str, ...]) -> str:
+        """The dim of the root that ``axes`` are, flattened where they are several."""
+        dim = self[axes].mesh_dim_names
+        assert dim is not None
+        return dim[0]
+
     def group(self, *axes: str) -> dist.ProcessGroup | None:
         """The process group along ``axes``; None where they have one rank."""
         return self[axes].get_group() if self.mesh.live(*axes) else None

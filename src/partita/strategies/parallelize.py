@@ -83,7 +83,7 @@ class Step:
     def pieces(self) -> list[Owned]:
         """What the optimizer updates, whose gradients are measured and clipped: each element once over the ranks that
         hold it in shards."""
-        return self.owned or [Owned(name, p, p.dim() >= 2) for name, p in self.named()]
+        return self.owned or [Owned(name, p, p.dim() >= 2) for name, p in self.named() if p.requires_grad]
 
     def settle(self) -> None:
         """Wait until parameters are what the last step made them; before anything but a forward reads them."""

@@ -111,6 +111,8 @@ def state_of(step: Step) -> dict[str, Tensor]:
         return out
     for name, p in step.named():
         out[f"parameters.{name}"] = p.detach()
+        if not p.requires_grad:
+            continue
         holder = p
         if isinstance(optimizer, MasterOptimizer):
             holder = optimizer.masters[p]

@@ -143,7 +143,7 @@ def squared_norm(step: Step, case: Case, groups: Groups | None) -> Tensor:
     """
     device = next(step.module.parameters()).device
     dtype = getattr(torch, norm_dtype(case.precision))
-    sums = {norm_axes(case, h): torch.zeros((), dtype=dtype, device=device) for h in case.held}
+    sums = {norm_axes(case, h): torch.zeros((), dtype=dtype, device=device) for h in case.trained}
     for o in step.pieces():
         if o.tensor.grad is not None:
             key = norm_axes(case, case.by_name[o.name])

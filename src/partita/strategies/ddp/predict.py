@@ -55,12 +55,12 @@ def alive(case: Case) -> Iterator[Alive]:
     dtype = case.precision.gradients
     item = ITEM_BYTES[dtype]
     for unit in case.units:
-        size = sum(h.parameter.elements for h in unit.held) * item
+        size = sum(h.parameter.elements for h in unit.held if h.trained) * item
         # Accumulated gradients are tensors of their own, beside the buckets, until the last micro-batch fills those.
         end = Moment("backward", -1) if case.micro_batches == 1 else BACKWARD
         why = "the buckets stand before backward fills them"
         yield Alive("ddp", "gradient buckets", unit.name, START, end, dtype, size, why)
-        largest = max((h.parameter.elements for h in unit.held), default=0) * item
+        largest = max((h.parameter.elements for h in unit.held if h.trained), default=0) * item
         why = "a gradient before it is copied into its bucket"
         yield Alive("ddp", "temporaries", unit.name, BACKWARD, BACKWARD, dtype, largest, why)
 
@@ -75,9 +75,10 @@ def ready_runs(case: Case) -> Iterator[Run]:
 
 
 def ready_in_unit(unit: Unit) -> list[Held]:
-    """A unit's parameters in ready order: reverse order of use, a bias before its weight."""
+    """A unit's parameters that get gradients, in ready order: reverse order of use, a bias before its weight."""
+    trained = [h for h in unit.held if h.trained]
     if not unit.is_blocks:
-        order = list(reversed(unit.held))
+        order = list(reversed(trained))
         return sorted(order, key=lambda h: not h.parameter.name.startswith("head"))
     rank = {name: i for i, name in enumerate(READY)}
 
@@ -86,7 +87,7 @@ def ready_in_unit(unit: Unit) -> list[Held]:
         name = stem.rpartition(".")[2]
         return rank[f"{name}_bias"] if kind == "bias" and f"{name}_bias" in rank else rank[name]
 
-    return sorted(unit.held, key=place)
+    return sorted(trained, key=place)
 
 
 def buckets(runs: Iterable[Run], cap: int, first_cap: int) -> list[int]:
@@ -149,7 +150,7 @@ def _early(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
     if len(found) > 1:
         why = "one bucket for everything in the first step, whose order nobody knows"
         yield Traffic("ddp", "all_reduce", axis, EVERY, dtype, sum(found), 1, "early", None, why, kind="control")
-    tensors = sum(h.count for h in case.held)
+    tensors = sum(h.count for h in case.trained)
     for numbers, why in ((tensors + 1, "rank 0's order of gradients"), (len(found), "sizes of the rebuilt buckets")):
         yield Traffic("ddp", "broadcast", axis, EVERY, "int32", 4 * numbers, 1, "early", None, why, kind="control")
 
@@ -157,8 +158,8 @@ def _early(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
 def _init(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
     """What the constructor sends: a check of shapes, then rank 0's parameters in coalesced broadcasts."""
     ranks = case.mesh.size(*axis)
-    tensors = sum(h.count for h in case.held)
-    dims = sum(h.count * len(h.parameter.shape) for h in case.held)
+    tensors = sum(h.count for h in case.trained)
+    dims = sum(h.count * len(h.parameter.shape) for h in case.trained)
     why = f"number of parameters, compared: {tensors}"
     yield Traffic("ddp", "all_gather", axis, EVERY, "int64", 8 * ranks, 1, "init", None, why, kind="control")
     why = "shapes and strides of rank 0, compared"
@@ -171,7 +172,7 @@ def _init(case: Case, axis: tuple[str, ...]) -> Iterator[Traffic]:
 
 
 def gradients(case: Case) -> Iterator[Gradient]:
-    for h in case.held:
+    for h in case.trained:
         yield Gradient(
             "ddp", h.parameter.name, case.data_axes, "partial", "all_reduce, sum", "counted tokens of the global batch"
         )

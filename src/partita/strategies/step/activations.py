@@ -115,6 +115,8 @@ def _activations(case: Case) -> Iterator[Alive]:
 
     for unit in case.units:
         if unit.is_blocks:
+            if not unit.backward:
+                continue  # all is frozen up to here: nothing is kept, because nothing runs backward
             kept, again = kept_and_again(case, unit)
             yield row(
                 "activations", unit.name, FORWARD, BACKWARD, tokens * kept, "tensors kept for backward, per block"
@@ -171,13 +173,14 @@ def _gradients(case: Case) -> Iterator[Alive]:
     reduced = set(case.data_axes)
     shares = case.flat.ranks if case.flat and "gradients" in case.flat.objects else 1
     for unit in case.units:
-        size = item * math.ceil(sum(h.elements(case.mesh, origin, padded=True) for h in unit.held) / shares)
+        trained = (h.elements(case.mesh, origin, padded=True) for h in unit.held if h.trained)
+        size = item * math.ceil(sum(trained) / shares)
         why = "as the rank that owns them keeps them"
         sharded = any(reduced & set(case.mesh.live(*h.axes)) for h in unit.held)
         begin = Moment("backward", 1) if sharded else BACKWARD if case.micro_batches == 1 else START
         yield Alive("step", "gradients", unit.name, begin, LAST_BACKWARD, dtype, size, why)
-    if case.model.tied:
-        head = next(h for u in case.units for h in u.held if h.parameter.tie)
+    head = next((h for h in case.trained if h.parameter.tie), None)
+    if head is not None:
         size = head.parameter.elements * ITEM_BYTES[case.precision.gathered]
         why = "the head's part of a tied gradient, waiting for the embedding's"
         yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
@@ -186,6 +189,6 @@ def _gradients(case: Case) -> Iterator[Alive]:
         if case.flat:
             runs = [([n * item], 1) for n in case.flat.pieces(0)]
         else:
-            runs = [([h.elements(case.mesh, origin) * item for h in u.held], u.count) for u in case.units]
+            runs = [([h.elements(case.mesh, origin) * item for h in u.held if h.trained], u.count) for u in case.units]
         why = "gradients widened for the master, some at a time"
         yield Alive("step", "temporaries", "", STEP, STEP, case.precision.master, largest(runs), why)

@@ -66,34 +66,39 @@ def memory(case: Case) -> Iterator[Memory]:
             f"{case.work.optimizer}'s moments: {moments} per parameter",
         ),
     )
+    frozen = bool(case.work.frozen)
+    kinds = {(False, False), (False, frozen)} | ({(True, frozen)} if case.flat else set())
     folded = {
-        lies_flat: list(case.mesh.fold(partial(_owned, case, lies_flat), case.cuts, *case.mesh.names))
-        for lies_flat in ((False, True) if case.flat else (False,))
+        key: list(case.mesh.fold(partial(_owned, case, *key), case.cuts, *case.mesh.names)) for key in sorted(kinds)
     }
     for name, phase, dtype, copies, why in rows:
-        for ranks, elements in folded[case.flat is not None and name in case.flat.objects]:
-            if dtype and copies:
+        for ranks, elements in folded[
+            case.flat is not None and name in case.flat.objects, frozen and name != "parameters"
+        ]:
+            if dtype and copies and elements:
                 size = elements * ITEM_BYTES[dtype] * copies
-                yield Memory("step", name, phase, "device", ranks, dtype, size, why)
+                yield Memory("step", name, phase, case.tier(name), ranks, dtype, size, why)
     if case.work.scalars:
         why = "AdamW's step counter, one for every tensor that it updates"
         axes = case.mesh.names if case.flat else ()
         for ranks, tensors in case.mesh.fold(partial(_tensors, case), case.cuts, *axes):
-            yield Memory("step", "optimizer scalars", "persistent", "device", ranks, "float32", 4 * tensors, why)
+            tier = case.tier("optimizer scalars")
+            yield Memory("step", "optimizer scalars", "persistent", tier, ranks, "float32", 4 * tensors, why)
 
 
-def _owned(case: Case, lies_flat: bool, coordinate: Coordinate) -> int:
-    """Elements that one rank owns of what lies flat, or of the rest."""
+def _owned(case: Case, lies_flat: bool, trained: bool, coordinate: Coordinate) -> int:
+    """Elements that one rank owns of what lies flat, or of the rest; ``trained``: of what gets a gradient."""
     if case.flat and lies_flat:
         return case.flat.elements(case.mesh.index(coordinate, *case.flat.axis))
-    return sum(h.count * h.elements(case.mesh, coordinate) for h in case.held if coordinate in h.at)
+    held = case.trained if trained else case.held
+    return sum(h.count * h.elements(case.mesh, coordinate) for h in held if coordinate in h.at)
 
 
 def _tensors(case: Case, coordinate: Coordinate) -> int:
     """Tensors that one rank's optimizer updates."""
     if case.flat:
         return sum(1 for _ in case.flat.pieces(case.mesh.index(coordinate, *case.flat.axis)))
-    return sum(h.count for h in case.held)
+    return sum(h.count for h in case.trained)
 
 
 def alive(case: Case) -> Iterator[Alive]:
@@ -143,7 +148,7 @@ def norm_axes(case: Case, held: Held) -> frozenset[str]:
 
 def norm_reductions(case: Case) -> Iterator[tuple[str, int]]:
     """(axis, numbers in its all-reduce): one axis after another, one number for each set of axes still to sum."""
-    left = {norm_axes(case, h) for h in case.held}
+    left = {norm_axes(case, h) for h in case.trained}
     for axis in case.mesh.names:
         here = {s - {axis} for s in left if axis in s}
         if here:

@@ -42,7 +42,7 @@ def divide(case: Case) -> Division:
     """Parameters stay whole; what only their owner needs lies in chunks of the buckets."""
     objects = ("optimizer state", "master") + (("gradients",) if case.layout.state == "zero2" else ())
     axes = case.data_axes
-    buckets = kinds(case.model, case.precision.bytes("weights"), case.layout.bucket_mb)
+    buckets = kinds(case.spans, case.precision.bytes("weights"), case.layout.bucket_mb)
     return Division(flat=Flat("zero", axes, case.mesh.size(*axes), objects, buckets))
 
 
@@ -87,12 +87,12 @@ def alive(case: Case) -> Iterator[Alive]:
 def bucketing(case: Case) -> Iterator[Bucketing]:
     """The buckets in their one order; under zero2 every micro-batch launches them."""
     item, lies = case.precision.bytes("gradients"), flat(case)
-    buckets = list(fill(case.model, case.precision.bytes("weights"), case.layout.bucket_mb))
+    buckets = list(fill(case.spans, case.precision.bytes("weights"), case.layout.bucket_mb))
     filled = tuple(b.elements * item for b in buckets)
     padded = tuple(lies.chunk(b) * lies.ranks * item for b in buckets)
     runs = []
     for unit in reversed(case.units):
-        held = tuple(reversed(unit.held))
+        held = tuple(h for h in reversed(unit.held) if h.trained)
         names = tuple(word_of(h.parameter.name) for h in held)
         runs.append(GradientRun(unit.name, unit.count, names, tuple(h.parameter.elements * item for h in held)))
     verb, sizes = ("all_reduce", filled) if all_reduces(case) else ("reduce_scatter", padded)
@@ -127,7 +127,7 @@ def _sizes(case: Case, item: int, padded: bool) -> list[tuple[int, int]]:
 
 def gradients(case: Case) -> Iterator[Gradient]:
     reduction = "all_reduce, sum" if all_reduces(case) else "reduce_scatter, sum"
-    for h in case.held:
+    for h in case.trained:
         yield Gradient(
             "zero", h.parameter.name, case.data_axes, "partial", reduction, "counted tokens of the global batch"
         )

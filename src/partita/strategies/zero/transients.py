@@ -21,11 +21,11 @@ def alive(case: Case, lies: Flat) -> Iterator[Alive]:
         ("gradient buckets", _why(case)),
         ("communicator buffers", "gloo's copy of the bucket that is being reduced"),
     )
-    sizes = [b.elements for b in fill(case.model, case.precision.bytes("weights"), case.layout.bucket_mb)]
+    sizes = [b.elements for b in fill(case.spans, case.precision.bytes("weights"), case.layout.bucket_mb)]
     ends = list(accumulate(sizes))
     at = made = 0
     for unit in reversed(case.units):
-        each = sum(h.parameter.elements for h in unit.held)
+        each = sum(h.parameter.elements for h in unit.held if h.trained)
         for i in sorted({0, min(1, unit.count - 1), max(0, unit.count - 2), unit.count - 1}) if each else ():
             when = Moment("loss", 1 + at + i)
             most = max(_moments(case, unit, made + i * each, sizes, ends), key=sum)
@@ -48,8 +48,9 @@ def _why(case: Case) -> str:
 def _moments(case: Case, unit: Unit, made: int, sizes: list[int], ends: list[int]) -> Iterator[Parts]:
     """What is alive as each gradient of one unit is made; ``made`` elements were before."""
     copies = case.kernels == "cpu" and case.layout.zero_sync == "reduce_scatter"
-    unit_end = made + sum(h.parameter.elements for h in unit.held)
-    for h in reversed(unit.held):
+    trained = [h for h in unit.held if h.trained]
+    unit_end = made + sum(h.parameter.elements for h in trained)
+    for h in reversed(trained):
         made += h.parameter.elements
         b = bisect_left(ends, made)
         before = sizes[b - 1] if b else 0
