@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from partita.facts.errors import BadInput, NotInstalled
+from partita.facts.errors import BadInput, NotInstalled, RunFailed
 from partita.facts.work import Training
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ def guarded(function: F) -> F:
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
             return function(*args, **kwargs)
-        except (BadInput, NotInstalled, ImportError, OSError) as error:
+        except (BadInput, NotInstalled, RunFailed, ImportError, OSError) as error:
             if kwargs.get("debug"):
+                click.echo(getattr(error, "traceback", ""), err=True)
                 raise
             fail(*_sentence(error))
         except KeyboardInterrupt:
@@ -49,6 +50,8 @@ def guarded(function: F) -> F:
 def _sentence(error: Exception) -> tuple[str, int]:
     if isinstance(error, NotInstalled):
         return str(error), MISSING
+    if isinstance(error, RunFailed):
+        return str(error) + ("; --debug shows where" if error.traceback else ""), NO
     if isinstance(error, ImportError):
         name = (error.name or str(error)).partition(".")[0]
         if name == "partita":
@@ -133,6 +136,10 @@ def work_options(default_sequence: int | None) -> Callable[[F], F]:
         return function
 
     return decorate
+
+
+WORK = ("global_batch", "sequence", "precision", "optimizer", "clip")
+"""The names of ``work_options``, as a command gets them."""
 
 
 def training(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from partita.commands.common import NO, YES, console, emit_json, guarded, size, table, training, work_options
+from partita.commands.common import NO, WORK, YES, console, emit_json, guarded, size, table, training, work_options
 from partita.facts.errors import BadInput, NotInstalled
 from partita.facts.find import find_model
 from partita.facts.layout import Layout
@@ -18,6 +19,7 @@ from partita.facts.model import Model
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from partita.prove.proof import Proof
     from partita.prove.prove import Report
 
 SEQUENCE = 128
@@ -41,74 +43,29 @@ MICRO_BATCHES = 2
 @click.option("--download", is_flag=True, help="Fetch the model from the hub if it is nowhere here.")
 @click.option("--debug", is_flag=True, help="Show the traceback of an error.")
 @guarded
-def command(
-    model: str,
-    layouts: tuple[str, ...],
-    ranks: int,
-    data: tuple[str, ...],
-    global_batch: int | None,
-    sequence: int | None,
-    precision: str | None,
-    optimizer: str,
-    clip: float,
-    lr: float,
-    steps: int,
-    threads: int,
-    seed: int,
-    from_scratch: bool,
-    no_dry: bool,
-    as_data: bool,
-    out: Path | None,
-    download: bool,
-    debug: bool,
-) -> None:
+def command(as_data: bool, out: Path | None, debug: bool, **said: Any) -> None:
     """Run MODEL under each LAYOUT on real ranks and say whether plan, dry run and recording agree.
 
     Every layout runs a few steps from the same initial values on the same samples as one device. Exits with 0 where
     everything agrees and with 1 where anything does not.
     """
-    from dataclasses import replace
-
     from partita.commands.tables import busy
-    from partita.prove.proof import Proof, Source
     from partita.prove.prove import prove
     from partita.prove.report import as_json
 
     assumed: dict[str, str] = {}
-    parsed = [Layout.parse(text, ranks) for text in layouts]
-    found, folder = locate(model, download)
-    together = math.lcm(*(x.dp * x.mb for x in parsed))
-    defaults = {"global_batch": MICRO_BATCHES * together, "sequence": SEQUENCE, "precision": "fp32"}
-    work = training(
-        assumed,
-        global_batch=global_batch,
-        sequence=sequence,
-        precision=precision,
-        optimizer=optimizer,
-        clip=clip,
-        defaults=defaults,
-    )
-    weights = None if from_scratch or folder is None else str(folder)
-    if data and folder is None:
-        raise BadInput(
-            f"--data needs the tokenizer of {found.name}, which has no folder here; name a folder that has one"
-        )
-    assumed["initial values"] = f"from {folder}" if weights else f"seed {seed}"
-    source = Source(tuple(data), str(folder) if data else "", seed)
-    proof = Proof(found, parsed[0], replace(work, lr=lr), steps, source, weights, seed)
+    layouts = [Layout.parse(text, said["ranks"]) for text in said["layouts"]]
+    proof = proof_of(layouts, assumed, **said)
     screen = console(error=as_data)
     if not as_data:
         head(screen, proof, assumed)
-    reports = _guard(
-        debug,
-        lambda: prove(
-            proof,
-            parsed,
-            dry=not no_dry,
-            threads=threads,
-            busy=busy(False),
-            done=lambda report: None if as_data else draw(screen, report),
-        ),
+    reports = prove(
+        proof,
+        layouts,
+        dry=not said["no_dry"],
+        threads=said["threads"],
+        busy=busy(False),
+        done=lambda report: None if as_data else draw(screen, report),
     )
     document = as_json(reports, assumed)
     if as_data:
@@ -116,10 +73,28 @@ def command(
     if out is not None:
         write(out, document)
     if not as_data:
-        screen.print(
-            f"[bold]{document['verdict']}[/bold]: " + "; ".join(f"{r.proof.layout} {r.verdict}" for r in reports)
-        )
+        each = "; ".join(f"{r.proof.layout} {r.verdict}" for r in reports)
+        screen.print(f"[bold]{document['verdict']}[/bold]: {each}")
     raise SystemExit(YES if document["verdict"] == "agrees" else NO)
+
+
+def proof_of(parsed: list[Layout], assumed: dict[str, str], **said: Any) -> Proof:
+    """What is to be proven, of the first layout; what was not said is noted in ``assumed``.  Raises BadInput."""
+    from partita.prove.proof import Proof, Source
+
+    found, folder = locate(said["model"], said["download"])
+    together = math.lcm(*(x.dp * x.mb for x in parsed))
+    defaults = {"global_batch": MICRO_BATCHES * together, "sequence": SEQUENCE, "precision": "fp32"}
+    work = training(assumed, **{name: said[name] for name in WORK}, defaults=defaults)
+    data, seed = said["data"], said["seed"]
+    if data and folder is None:
+        raise BadInput(
+            f"--data needs the tokenizer of {found.name}, which has no folder here; name a folder that has one"
+        )
+    weights = None if said["from_scratch"] or folder is None else str(folder)
+    assumed["initial values"] = f"from {folder}" if weights else f"seed {seed}"
+    source = Source(tuple(data), str(folder) if data else "", seed)
+    return Proof(found, parsed[0], replace(work, lr=said["lr"]), said["steps"], source, weights, seed)
 
 
 def locate(text: str, download: bool) -> tuple[Model, Path | None]:
@@ -141,21 +116,6 @@ def locate(text: str, download: bool) -> tuple[Model, Path | None]:
     if folder is not None and not any(folder.glob("*.safetensors")):
         folder = None
     return found.model, folder
-
-
-def _guard(debug: bool, run: Any) -> Any:
-    """A rank or a dry run that failed is one sentence too."""
-    from partita.prove.dryrun import DryRunFailed
-    from partita.train.launch import RankFailed
-
-    try:
-        return run()
-    except (RankFailed, DryRunFailed) as error:
-        if debug:
-            raise
-        trace = getattr(error, "traceback", "")
-        hint = "; --debug shows where" if trace or isinstance(error, DryRunFailed) else ""
-        raise click.ClickException(str(error).splitlines()[0] + hint) from None
 
 
 def write(path: Path, document: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from partita.commands.common import NO, console, emit_json, fail, guarded, size, table, training, work_options
+from partita.commands.common import console, emit_json, guarded, size, table, training, work_options
 from partita.facts.errors import BadInput
 from partita.facts.layout import Layout
 
@@ -65,16 +65,9 @@ def command(as_data: bool, debug: bool, **said: Any) -> None:
     MODEL is a name from the catalog, a hub id, or a folder with config.json and weights. The same command works inside
     torchrun, which then says how many ranks there are. Progress goes to stderr, metrics to OUT/metrics.jsonl.
     """
-    from partita.train.launch import RankFailed
     from partita.train.trainer import train
 
-    options = options_of(debug=debug, **said)
-    try:
-        summary = train(options)
-    except RankFailed as error:
-        if debug and error.traceback:
-            click.echo(error.traceback, err=True)
-        fail(str(error), NO)
+    summary = train(options_of(debug=debug, **said))
     if not _shows():
         return
     if as_data:

@@ -13,3 +13,11 @@ class NotInstalled(RuntimeError):
 
 class Refused(BadInput):
     """A room refuses a layout: the two numbers that clash, and the nearest layout that works."""
+
+
+class RunFailed(RuntimeError):
+    """Something that ran for the user failed (exit code 1): one sentence, and what it said, for ``--debug``."""
+
+    def __init__(self, sentence: str, trace: str = "") -> None:
+        super().__init__(sentence)
+        self.traceback = trace

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from partita.facts.case import Case
-from partita.facts.errors import BadInput
+from partita.facts.errors import BadInput, RunFailed
 from partita.facts.layout import Layout
 from partita.facts.model import Model
 from partita.facts.work import Training
@@ -29,8 +29,8 @@ STEPS = STEADY + 1
 PARALLEL = 2
 
 
-class DryRunFailed(RuntimeError):
-    """A dry run's process ended with an error; the text ends with what it said."""
+class DryRunFailed(RunFailed):
+    """A dry run's process ended with an error; the sentence is its last word."""
 
 
 def dry_run(model: Model, layout: Layout, work: Training, rank: int, world: int, steps: int = STEPS) -> Witness:
@@ -99,7 +99,8 @@ def _start(job: dict[str, Any]) -> subprocess.Popen[str]:
 def _finish(process: subprocess.Popen[str]) -> Witness:
     out, said = process.communicate()
     if process.returncode:
-        raise DryRunFailed(f"a dry run ended with exit code {process.returncode}:\n{said.strip()}")
+        last = (said.strip().splitlines() or ["it said nothing"])[-1]
+        raise DryRunFailed(f"a dry run ended with exit code {process.returncode}: {last}", said.strip())
     return Witness.from_json(json.loads(out.splitlines()[-1]))
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from partita.facts import errors
-from partita.facts.errors import BadInput
+from partita.facts.errors import BadInput, RunFailed
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ _ECHO = re.compile(
 )
 
 
-class RankFailed(RuntimeError):
+class RankFailed(RunFailed):
     """A rank raised, died or did not end; the message is one sentence.
 
     ``rank`` of ``ranks`` is the first cause, not an echo at a peer; ``code`` its exit code (negative: the signal,
@@ -56,8 +56,8 @@ class RankFailed(RuntimeError):
     """
 
     def __init__(self, sentence: str, rank: int, ranks: int, code: int | None = None, traceback: str = "") -> None:
-        super().__init__(sentence)
-        self.rank, self.ranks, self.code, self.traceback = rank, ranks, code, traceback
+        super().__init__(sentence, traceback)
+        self.rank, self.ranks, self.code = rank, ranks, code
 
 
 @dataclass(frozen=True)
