@@ -110,7 +110,12 @@ def divided(case: Case, gradients: Iterable[Gradient], out: Console) -> None:
     for degrees, elements in share.items():
         ways = " x ".join(map(str, degrees))
         how = f"in shards over {ways} ranks" if degrees else "whole on every rank"
-        out.print(f"  {elements:,} parameters, with gradients and optimizer state, {how};")
+        flat = case.flat.objects if case.flat and not degrees else ()
+        apart = [o for o in ("gradients", "master", "optimizer state") if o in flat]
+        whole = [o for o in ("gradients", "optimizer state") if o not in flat]
+        out.print(f"  {elements:,} parameters{', with ' * bool(whole)}{' and '.join(whole)}, {how};")
+        if apart and case.flat:
+            out.print(f"  {', '.join(apart)}: flat, in equal chunks over {case.flat.ranks} ranks;")
     said = {(g.relation, " x ".join(g.axis), g.reduction, g.divisor) for g in gradients}
     for relation, axis, reduction, divisor in sorted(said):
         out.print(f"  gradients are {relation} sums over {axis}: {reduction}; divided by {divisor}.")
