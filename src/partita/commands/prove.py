@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from partita.prove.proof import Proof
     from partita.prove.prove import Report
 
-SEQUENCE = 128
+SEQUENCE = 64
 MICRO_BATCHES = 2
 
 
