@@ -128,6 +128,9 @@ def work_options(default_sequence: int | None) -> Callable[[F], F]:
         click.option(
             "--clip", type=float, default=1.0, show_default=True, help="Largest global gradient norm; 0: off."
         ),
+        click.option(
+            "--freeze", multiple=True, metavar="PATTERN", help="Parameters without gradients: 'embed.*', 'blocks.0.*'."
+        ),
     ]
 
     def decorate(function: F) -> F:
@@ -138,7 +141,7 @@ def work_options(default_sequence: int | None) -> Callable[[F], F]:
     return decorate
 
 
-WORK = ("global_batch", "sequence", "precision", "optimizer", "clip")
+WORK = ("global_batch", "sequence", "precision", "optimizer", "clip", "freeze")
 """The names of ``work_options``, as a command gets them."""
 
 
@@ -150,6 +153,7 @@ def training(
     precision: str | None,
     optimizer: str,
     clip: float,
+    freeze: tuple[str, ...] = (),
     defaults: dict[str, Any],
     packed: bool = False,
 ) -> Training:
@@ -168,4 +172,5 @@ def training(
         optimizer=optimizer,
         clip=clip or None,
         packed=packed,
+        frozen=freeze,
     )

@@ -60,6 +60,7 @@ def command(
     precision: str | None,
     optimizer: str,
     clip: float,
+    freeze: tuple[str, ...],
     packed: bool,
     check: bool,
     trace: str | None,
@@ -90,6 +91,7 @@ def command(
         precision=precision,
         optimizer=optimizer,
         clip=clip,
+        freeze=freeze,
         packed=packed,
         defaults=defaults,
     )
@@ -176,8 +178,9 @@ def _memory(e: Explanation) -> Table:
         each = _per_parameter(case, r) if state else ""
         why = r.why.partition(" (at ")[0]
         what = f"{r.unit}: {why}" if r.unit else why
+        where = " (host)" if r.tier == "host" else ""
         cells.append(
-            (r.phase if r.phase != before else "", r.object, short(r.dtype), size(r.bytes), each, what, r.owner)
+            (r.phase if r.phase != before else "", r.object + where, short(r.dtype), size(r.bytes), each, what, r.owner)
         )
         before = r.phase
     title = f"Memory of rank {case.mesh.rank(e.worst)}, the fullest"

@@ -95,7 +95,7 @@ def options_of(**said: Any) -> Options:
         "sequence": min(SEQUENCE, model.max_positions or SEQUENCE),
         "precision": "fp32",
     }
-    names = ("global_batch", "sequence", "precision", "optimizer", "clip")
+    names = ("global_batch", "sequence", "precision", "optimizer", "clip", "freeze")
     work = training({}, **{n: said[n] for n in names}, defaults=defaults)
     work = _tuned(work, said)
     if said["resume"] and not said["out"]:

@@ -147,14 +147,15 @@ class Saving:
 @dataclass(frozen=True)
 class Division:
     """What one room divides: parameters by pattern, named activations (``residual``, ``logits``), what lies
-    flat; what blocks ``first`` <= i < ``end`` keep for backward, where that is not everything; and which objects
-    lie on the host."""
+    flat; what blocks ``first`` <= i < ``end`` keep for backward, where that is not everything; which objects lie on
+    the host; and whether a ``master`` is kept in any case."""
 
     parameters: dict[str, Split] = field(default_factory=dict)
     streams: dict[str, Split] = field(default_factory=dict)
     flat: Flat | None = None
     savings: tuple[tuple[int, int, Saving], ...] = ()
     host: tuple[str, ...] = ()
+    master: bool = False
 
 
 @dataclass(frozen=True)

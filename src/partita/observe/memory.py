@@ -25,6 +25,7 @@ PHASE = {
     "gradients": "step",
     "optimizer state": "persistent",
     "optimizer scalars": "persistent",
+    "pinned buffers": "persistent",
     "buffers": "persistent",
 }
 
@@ -49,12 +50,14 @@ def state_bytes(
 
     To be read after the optimizer's step and before gradients are cleared.  ``optimizer`` needs ``state``, a mapping
     from a parameter to its named tensors.  ``device`` is the type of device whose bytes are tier ``device`` (CUDA where
-    any tensor is there, else that of the first parameter); all other bytes are tier ``host``.
+    any tensor is there, else that of the first parameter); all other bytes are tier ``host``, and so are the objects
+    that the optimizer says are ``on_host``: where host and device are one memory, nothing else tells.
     """
     named = list(parameters)
     held = list(_objects(named, optimizer, masters, buffers))
     types = {t.device.type for _, t in held}
     main = device or ("cuda" if "cuda" in types else held[0][1].device.type if held else "cpu")
+    on_host: frozenset[str] = getattr(optimizer, "on_host", frozenset())
     rows: dict[tuple[str, str, str, str], int] = defaultdict(int)
     taken: dict[int, list[tuple[int, int]]] = defaultdict(list)
     storages: dict[int, tuple[str, torch.Tensor]] = {}
@@ -62,10 +65,10 @@ def state_bytes(
         key = private.storage_key(tensor)
         storages.setdefault(key, (name, tensor))
         new = _claim(taken[key], tensor)
-        rows[name, "", _tier(tensor, main), _dtype(tensor)] += new
+        rows[name, "", _tier(name, tensor, main, on_host), _dtype(tensor)] += new
     for key, (name, tensor) in storages.items():
         beyond = tensor.untyped_storage().nbytes() - sum(hi - lo for lo, hi in taken[key])
-        rows["padding", name, _tier(tensor, main), _dtype(tensor)] += beyond
+        rows["padding", name, _tier(name, tensor, main, on_host), _dtype(tensor)] += beyond
     return tuple(
         Memory("-", name, PHASE[of or name], tier, ranks, dtype, size, "recorded", of)
         for (name, of, tier, dtype), size in rows.items()
@@ -88,6 +91,7 @@ def _objects(
     tensors = [local(v) for v in values if isinstance(v, torch.Tensor)]
     yield from (("optimizer state", t) for t in tensors if t.dim())
     yield from (("optimizer scalars", t) for t in tensors if not t.dim())
+    yield from (("pinned buffers", t) for t in getattr(optimizer, "pinned", ()))
     for _, b in buffers:
         yield "buffers", local(b)
 
@@ -110,8 +114,8 @@ def _claim(taken: list[tuple[int, int]], tensor: torch.Tensor) -> int:
     return sum(b - a for a, b in taken) - before
 
 
-def _tier(tensor: torch.Tensor, main: str) -> str:
-    return "device" if tensor.device.type == main else "host"
+def _tier(name: str, tensor: torch.Tensor, main: str, on_host: frozenset[str]) -> str:
+    return "device" if tensor.device.type == main and name not in on_host else "host"
 
 
 def _dtype(tensor: torch.Tensor) -> str:

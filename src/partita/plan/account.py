@@ -73,6 +73,8 @@ def case_of(
         flat = division.flat or flat
         savings += division.savings
         host |= frozenset(division.host)
+        if division.master and precision.master is None:
+            precision = replace(precision, master=precision.weights)
         for name, split in division.parameters.items():
             splits[name] = (*splits.get(name, ()), split)
         for name, split in division.streams.items():

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from partita.facts.cluster import Cluster
+from partita.facts.errors import BadInput
 from partita.facts.ledger import Memory
 from partita.facts.mesh import EVERY
 from partita.plan.account import Account
@@ -23,13 +24,18 @@ TIGHT = 0.95  # above this share of the device a plan fits tightly
 
 @dataclass(frozen=True)
 class Fit:
-    """``verdict`` is ``fits``, ``fits tightly`` or ``does not fit``; bytes are those of the worst rank, at its peak."""
+    """``verdict`` is ``fits``, ``fits tightly`` or ``does not fit``; bytes are those of the worst rank, at its peak.
+
+    ``host_needed_bytes`` is what the ranks of one node keep in host memory, of ``host_bytes`` (None: nobody said).
+    """
 
     verdict: str
     peak: Peak
     allowances: tuple[Memory, ...]
     needed_bytes: int
     device_bytes: int
+    host_needed_bytes: int = 0
+    host_bytes: int | None = None
 
     @property
     def fits(self) -> bool:
@@ -46,8 +52,15 @@ class Fit:
         rest = f"{abs(self.margin_bytes) / 1e9:.1f} GB {'left' if self.margin_bytes >= 0 else 'missing'}"
         return (
             f"{self.verdict}: peak {self.peak.bytes / 1e9:.1f} GB ({self.peak.moment})"
-            f" and {beside / 1e9:.1f} GB beside it, of {self.device_bytes / 1e9:.1f} GB; {rest}"
+            f" and {beside / 1e9:.1f} GB beside it, of {self.device_bytes / 1e9:.1f} GB; {rest}{self._host}"
         )
+
+    @property
+    def _host(self) -> str:
+        if not self.host_needed_bytes:
+            return ""
+        have = "" if self.host_bytes is None else f" of {self.host_bytes / 1e9:.1f} GB"
+        return f"; in host memory {self.host_needed_bytes / 1e9:.1f} GB{have} a node"
 
 
 def fit(account: Account, cluster: Cluster) -> Fit:
@@ -60,8 +73,29 @@ def fit(account: Account, cluster: Cluster) -> Fit:
     rows = tuple(allowances(account, cluster, worst.bytes))
     needed = worst.bytes + sum(r.bytes for r in rows)
     have = cluster.device.memory_bytes
-    verdict = "does not fit" if needed > have else "fits tightly" if needed > TIGHT * have else "fits"
-    return Fit(verdict, worst, rows, needed, have)
+    host, hosts_have = host_bytes(account) * min(cluster.devices_per_node, cluster.world), cluster.host_memory_bytes
+    pairs = [(needed, have), *([(host, hosts_have)] if hosts_have is not None else [])]
+    verdict = "fits tightly" if any(n > TIGHT * h for n, h in pairs) else "fits"
+    verdict = "does not fit" if any(n > h for n, h in pairs) else verdict
+    return Fit(verdict, worst, rows, needed, have, host, hosts_have)
+
+
+def host_bytes(account: Account) -> int:
+    """What the rank with the most of it keeps in host memory."""
+    ledger = account.ledger
+    if not any(r.tier == "host" for r in ledger.memory):
+        return 0
+    return max(sum(r.bytes for r in ledger.at(c).memory if r.tier == "host") for c in ledger.corners())
+
+
+def refuse_host(account: Account, ranks: int, have_bytes: int) -> None:
+    """Raise BadInput where ``ranks`` of one machine together keep more in host memory than it has."""
+    need = ranks * host_bytes(account)
+    if need > have_bytes:
+        raise BadInput(
+            f"layout '{account.case.layout}' keeps {need / 1e9:.1f} GB in host memory on {ranks} ranks, and there are"
+            f" {have_bytes / 1e9:.1f} GB; more ranks with zero1 or zero2 on more machines, or no offload, work"
+        )
 
 
 def allowances(account: Account, cluster: Cluster, peak_bytes: int) -> Iterator[Memory]:

@@ -106,9 +106,12 @@ def transients(case: Case, items: Iterable[Alive]) -> Iterator[Memory]:
     for item in items:
         together[item.unit, item.begin, item.end].append(item)
     spans = [(same[0], sum(item.bytes for item in same)) for same in together.values()]
+    moving = [(item, total) for item, total in spans if item.unit]
+    fixed = [(line.fixed(item.begin), line.fixed(item.end), total) for item, total in spans if not item.unit]
     best: dict[str, tuple[int, float]] = {}
     for now in sorted(line.candidates(items)):
-        size, phase = sum(total * line.alive(item, now) for item, total in spans), line.phase(now)
+        phase, size = line.phase(now), sum(total for lo, hi, total in fixed if lo <= now <= hi)
+        size += sum(total * line.alive(item, now) for item, total in moving)
         if phase not in best or size > best[phase][0]:
             best[phase] = (size, now)
     for phase, (_, now) in best.items():

@@ -15,7 +15,7 @@ from partita.facts.layout import Layout
 from partita.facts.ledger import Gradient, Memory, Traffic
 from partita.facts.precision import Precision
 
-NAMES = ("recompute", "ddp", "zero", "fsdp", "step")
+NAMES = ("recompute", "ddp", "zero", "fsdp", "offload", "step")
 NEUTRAL = ("dp", "mb", "sp")  # words that every layout has, whatever rooms are in it
 
 

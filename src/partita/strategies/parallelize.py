@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from partita.facts.case import Case
@@ -49,6 +50,7 @@ class Step:
     ``execute`` runs the micro-batches in another way than one after another.
     ``owned`` is what the optimizer updates, where it is not each parameter; ``after_step`` runs after it has;
     ``settling`` waits for what ``after_step`` left under way.  ``scaling`` scales the loss, for float16.
+    ``device`` is where the model runs; ``host`` keeps masters and updates them, where that is not the device's work.
     ``materialise`` gives a model that was built without storage its values, once: a room that shards calls it
     after, one that copies before.
     """
@@ -66,6 +68,8 @@ class Step:
     settling: list[Callable[[], None]] = field(default_factory=list)
     owned: list[Owned] = field(default_factory=list)
     materialise: Callable[[], None] = field(default=lambda: None)
+    device: torch.device = field(default=torch.device("cpu"))
+    host: Any = None
     aliases: dict[str, str] = field(default_factory=dict)
     optimizer: Any = None
     scaling: Any = None
@@ -97,9 +101,10 @@ def parallelize(
     groups: Groups | None,
     case: Case,
     materialise: Callable[[], None] = lambda: None,
+    device: str | torch.device = "cpu",
 ) -> Step:
     """The step of ``case``: every room's second door, in order."""
-    step = Step(module, calls, materialise=materialise)
+    step = Step(module, calls, materialise=materialise, device=torch.device(device))
     for _, room in appliers(case.layout):
         room.apply(step, groups, case)
     return step

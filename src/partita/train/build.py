@@ -26,8 +26,9 @@ def build(case: Case, groups: Groups | None, values: Values, device: str | torch
     with torch.device("meta"):
         module = Decoder(case.model).to(getattr(torch, case.precision.weights))
     freeze(module, case.work.frozen)
-    once = Once(module, values, device)
-    return parallelize(module, calls_of(case.model), groups, case, once)
+    where = "cpu" if case.tier("parameters") == "host" else device
+    once = Once(module, values, where)
+    return parallelize(module, calls_of(case.model), groups, case, once, device)
 
 
 def freeze(module: nn.Module, patterns: Sequence[str]) -> None:

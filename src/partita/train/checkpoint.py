@@ -103,6 +103,9 @@ def state_of(step: Step) -> dict[str, Tensor]:
     optimizer = step.optimizer
     if step.scaling is not None:
         out |= {f"scaling.{key}": value for key, value in step.scaling.state().items()}
+    if step.host is not None:
+        step.settle()
+        out |= {f"offload.{key}": value for key, value in step.host.state().items()}
     if step.owned:  # state that lies flat: its keys carry the ranges of elements
         out |= {f"parameters.{name}": p.detach() for name, p in step.named()}
         for shard in named_state_shards(step):

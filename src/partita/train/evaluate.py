@@ -21,7 +21,7 @@ def evaluate(step: Step, batches: Iterable[Batch], case: Case, groups: Groups | 
 
     The sums of all ranks are added before they are divided, so a rank may have no token that counts.
     """
-    device = next(step.module.parameters()).device
+    device = step.device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     one = torch.ones((), dtype=torch.int64, device=device)
     for batch in batches:

@@ -141,13 +141,13 @@ def squared_norm(step: Step, case: Case, groups: Groups | None) -> Tensor:
     Local squares first, then one axis after another with one number for each set of axes still to sum.  The sets come
     from the case, not from the parameters at hand, so that every rank stacks the same ones.
     """
-    device = next(step.module.parameters()).device
+    device = step.device  # of the groups; gradients may lie on the host
     dtype = getattr(torch, norm_dtype(case.precision))
     sums = {norm_axes(case, h): torch.zeros((), dtype=dtype, device=device) for h in case.trained}
     for o in step.pieces():
         if o.tensor.grad is not None:
             key = norm_axes(case, case.by_name[o.name])
-            sums[key] = sums[key] + torch.linalg.vector_norm(local(o.tensor.grad), dtype=dtype).square()
+            sums[key] = sums[key] + torch.linalg.vector_norm(local(o.tensor.grad), dtype=dtype).square().to(device)
     for axis in case.mesh.names:
         here = [k for k in sums if axis in k]
         if not here or groups is None:
@@ -175,7 +175,7 @@ def clip(step: Step, case: Case, groups: Groups | None) -> Tensor | None:
     scale = clipping(norm, case.work.clip)
     for o in step.pieces():
         if o.tensor.grad is not None:
-            local(o.tensor.grad).mul_(scale.to(o.tensor.grad.dtype))
+            local(o.tensor.grad).mul_(scale.to(o.tensor.grad.device, o.tensor.grad.dtype))
     return norm
 
 

@@ -7,6 +7,7 @@ run: build, open the data, go on from a checkpoint or start, step, measure, save
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from contextlib import ExitStack, nullcontext
@@ -18,6 +19,7 @@ from partita.facts.case import Case
 from partita.facts.errors import BadInput
 from partita.facts.precision import PRESETS
 from partita.plan.account import account
+from partita.plan.fit import refuse_host
 from partita.train import inputs
 from partita.train.data import Batch, held_out_batches, micro_batches, preview, row_groups
 from partita.train.launch import inside_torchrun, launch, oversubscribed
@@ -64,7 +66,8 @@ def train(options: Options) -> dict[str, Any]:
 
 def check(options: Options) -> None:
     """Refuse at once what no rank could run: layout, batch, files, folders."""
-    account(options.model, options.layout, options.work)
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks))
+    refuse_host(account(options.model, options.layout, options.work), here, memory_of_this_machine())
     row_groups(options.work.global_batch, options.layout.mb, 0, options.layout.dp)
     for files in (options.text.files, options.evaluation.files):
         if files:
@@ -77,6 +80,11 @@ def check(options: Options) -> None:
     export = options.saving.export
     if export and Path(export).exists() and (not Path(export).is_dir() or any(Path(export).iterdir())):
         raise BadInput(f"{export} exists and is not empty; --export needs a folder that does not exist yet")
+
+
+def memory_of_this_machine() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass
@@ -203,6 +211,7 @@ def same(run: Run) -> dict[str, Any]:
         "sequence": work.sequence,
         "seed": run.options.seed,
         "data": run.samples.key,
+        "frozen": list(work.frozen) or None,
     }
 
 

@@ -172,7 +172,7 @@ def _gradients(case: Case) -> Iterator[Alive]:
     # Whole gradients accumulate from the first micro-batch on; shards of them come out of the one reduction.
     reduced = set(case.data_axes)
     shares = case.flat.ranks if case.flat and "gradients" in case.flat.objects else 1
-    for unit in case.units:
+    for unit in case.units if case.tier("gradients") == "device" else ():
         trained = (h.elements(case.mesh, origin, padded=True) for h in unit.held if h.trained)
         size = item * math.ceil(sum(trained) / shares)
         why = "as the rank that owns them keeps them"
@@ -184,7 +184,7 @@ def _gradients(case: Case) -> Iterator[Alive]:
         size = head.parameter.elements * ITEM_BYTES[case.precision.gathered]
         why = "the head's part of a tied gradient, waiting for the embedding's"
         yield Alive("step", "temporaries", "", Moment("loss", 1), LAST_BACKWARD, dtype, size, why)
-    if case.precision.master:
+    if case.precision.master and case.tier("master") == "device":
         item = ITEM_BYTES[case.precision.master]
         if case.flat:
             runs = [([n * item], 1) for n in case.flat.pieces(0)]

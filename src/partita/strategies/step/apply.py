@@ -14,12 +14,13 @@ from partita.strategies.step.scaling import LossScale, prepare
 
 def apply(step: Step, groups: Groups | None, case: Case) -> None:
     step.materialise()
-    step.optimizer = build(step.pieces(), case.work, case.precision)
+    step.optimizer = build(step.pieces(), case.work, case.precision, step.host)
+    step.optimizer.on_host = case.host
     if scaled(case.precision):
         group = groups.group(*case.mesh.names) if groups else None
-        step.scaling = LossScale(next(step.module.parameters()).device, group)
+        step.scaling = LossScale(step.device, group)
         prepare(step.optimizer)
     if case.precision.autocast:
-        device = next(step.module.parameters()).device.type
+        device = step.device.type
         dtype = getattr(torch, case.precision.compute)
         step.forward_contexts.append(lambda: torch.autocast(device, dtype))

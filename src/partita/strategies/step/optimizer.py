@@ -16,11 +16,11 @@ from partita.strategies.step.chunks import chunks
 from partita.strategies.step.predict import scaled
 
 
-def build(owned: list[Owned], work: Training, precision: Precision) -> Any:
-    """An optimizer over what this rank owns; weight decay on matrices alone."""
+def build(owned: list[Owned], work: Training, precision: Precision, host: Any = None) -> Any:
+    """An optimizer over what this rank owns; weight decay on matrices alone.  ``host`` keeps masters elsewhere."""
     if precision.master is None:
         return _plain([(o.tensor, o.decays) for o in owned], work)
-    return MasterOptimizer(owned, work, getattr(torch, precision.master), scaled(precision))
+    return MasterOptimizer(owned, work, getattr(torch, precision.master), scaled(precision), host)
 
 
 def _plain(tensors: list[tuple[nn.Parameter, bool]], work: Training, fused: bool = False) -> torch.optim.Optimizer:
@@ -45,13 +45,18 @@ class MasterOptimizer:
     1710.03740, section 3.1).
 
     ``state`` and ``param_groups`` are the inner optimizer's, over the master copies; ``masters`` maps each parameter
-    to its copy.
+    to its copy.  A ``host`` makes the copies and updates them, perhaps while the device goes on: then ``param_groups``
+    are what the next step will be told.
     """
 
-    def __init__(self, owned: list[Owned], work: Training, dtype: torch.dtype, fused: bool = False) -> None:
-        self.owned = owned
-        self.masters = {o.tensor: nn.Parameter(o.tensor.detach().to(dtype, copy=True)) for o in owned}
+    def __init__(
+        self, owned: list[Owned], work: Training, dtype: torch.dtype, fused: bool = False, host: Any = None
+    ) -> None:
+        self.owned, self.host = owned, host
+        copy = host.copy if host is not None else lambda p, dtype: p.detach().to(dtype, copy=True)
+        self.masters = {o.tensor: nn.Parameter(copy(o.tensor, dtype)) for o in owned}
         self.inner = _plain([(self.masters[o.tensor], o.decays) for o in owned], work, fused)
+        self.told = [dict(g) for g in self.inner.param_groups]
 
     @property
     def state(self) -> Any:
@@ -59,17 +64,29 @@ class MasterOptimizer:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self.inner.param_groups
+        return self.inner.param_groups if self.host is None else self.told
+
+    @property
+    def pinned(self) -> list[torch.Tensor]:
+        """Buffers on the host through which gradients come and parameters go."""
+        return [] if self.host is None else list(self.host.buffers.values())
 
     @torch.no_grad()
     def step(self) -> None:
         """Widen gradients, step, round back; some parameters at a time, so that few wide gradients live together."""
         pairs = list(self.masters.items())
-        for run in chunks(local_bytes(master) for _, master in pairs):
-            for p, master in pairs[run.start : run.stop]:
+        runs = [pairs[run.start : run.stop] for run in chunks(local_bytes(master) for _, master in pairs)]
+        if self.host is not None:
+            self.host.wait()
+            for group, told in zip(self.inner.param_groups, self.told, strict=True):
+                group["lr"] = told["lr"]
+            self.host.step(runs, self.inner)
+            return
+        for run in runs:
+            for p, master in run:
                 master.grad = None if p.grad is None else p.grad.to(master.dtype)
             self.inner.step()
-            for p, master in pairs[run.start : run.stop]:
+            for p, master in run:
                 master.grad = None
                 p.copy_(master)
 

@@ -12,7 +12,7 @@ from partita.facts.mesh import EVERY, Coordinate
 from partita.facts.precision import ITEM_BYTES, Precision
 from partita.strategies.step import activations
 
-AFTER = ("ddp", "zero", "fsdp")
+AFTER = ("ddp", "zero", "fsdp", "offload")
 WORDS = ("mb",)
 SCALES_LOSS = True
 
