@@ -260,3 +260,94 @@ def test_shards_that_are_no_group_are_refused_with_the_nearest(layout: str, work
 def test_one_rank_has_nothing_to_shard() -> None:
     found = priced("dp=1 full_shard")
     assert found.rooms == ("step",) and not rows(found)
+
+
+# What is dropped after forward, units of several blocks, prefetch
+
+EVEN = tiny_model(vocab=104, ffn=56, kv_heads=4)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_one_and_a_half_times_ddp_where_the_root_is_dropped_too(ranks: int) -> None:
+    """In one dtype and without padding (Rajbhandari et al. 2020, "ZeRO", section 7.2.2); less where the root stays."""
+
+    def sent(layout: str) -> int:
+        found = priced(f"dp={ranks} {layout}", EVEN).ledger
+        data = [r for r in found.traffic if r.owner in ("ddp", "fsdp") and r.phase in ("forward", "backward")]
+        return sum(r.link_bytes(found.mesh) for r in data)
+
+    assert 2 * sent("full_shard reshard=all") == 3 * sent("ddp")
+    root = 4 * (2 * 104 * 40 + 40) * (ranks - 1) // ranks
+    assert sent("full_shard reshard=all") - sent("full_shard") == root
+    assert sent("shard_grad_op") == sent("ddp")
+
+
+def test_a_number_for_reshard_gathers_again_from_neighbours() -> None:
+    """Over 8 ranks in groups of 2: the same payload, half of which each sends where it was seven eighths."""
+    found = priced("dp=8 full_shard reshard=2", EVEN)
+    again = [r for r in rows(found) if r.verb == "all_gather" and r.phase == "backward"]
+    first = {r.unit: r.bytes for r in rows(found) if r.verb == "all_gather" and r.phase == "forward"}
+    assert {r.axis for r in again} == {("dp.i",)} and found.ledger.mesh.sizes[1:3] == (("dp.o", 4), ("dp.i", 2))
+    assert {r.unit: r.bytes for r in again} == first
+    assert [r.link_bytes(found.ledger.mesh) for r in again] == [r.bytes * r.count // 2 for r in again]
+    assert {r.axis for r in rows(found) if r.verb == "reduce_scatter"} == {("dp.o", "dp.i")}
+
+
+def test_shards_of_copies_may_have_neighbours_too() -> None:
+    found = priced("dp=8 full_shard shard=4 reshard=2")
+    axes = {(r.verb, r.phase): r.axis for r in rows(found)}
+    assert axes == {
+        ("all_gather", "forward"): ("dp.o", "dp.i"),
+        ("all_gather", "backward"): ("dp.i",),
+        ("reduce_scatter", "backward"): ("dp.o", "dp.i"),
+        ("all_reduce", "backward"): ("dp.r",),
+    }
+
+
+@pytest.mark.parametrize(("wrap", "units"), [(1, [(3, 1)]), (2, [(1, 2), (1, 1)]), (3, [(1, 3)])])
+def test_units_of_several_blocks(wrap: int, units: list[tuple[int, int]]) -> None:
+    """Three blocks in units of ``wrap``: (number of units, blocks in each); the same bytes in fewer calls."""
+    found = priced(f"dp=4 full_shard wrap={wrap}")
+    reduced = [r for r in rows(found) if r.verb == "reduce_scatter" and r.unit != "root"]
+    assert [(r.count, r.bytes) for r in reduced] == [(n, 4 * blocks * BLOCK[4]) for n, blocks in units]
+
+
+def test_a_unit_may_hold_blocks_of_two_kinds() -> None:
+    """Blocks 0 and 1 of 4 replay their forward, and units hold 3 blocks."""
+    found = priced("dp=4 full_shard wrap=3 recompute=full:0-1", ZOO["four_layers"])
+    gathered = [(r.unit, r.count, r.bytes) for r in rows(found) if r.phase == "forward" and r.unit != "root"]
+    assert gathered == [("blocks.0..2", 1, 12 * BLOCK[4]), ("blocks.3", 1, 4 * BLOCK[4])]
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("dp=8 full_shard reshard=3", ["reshard=3", "8 ranks", "reshard=2"]),
+        ("dp=8 full_shard reshard=8", ["reshard=8", "reshard=4"]),
+        ("dp=8 full_shard shard=2 reshard=2", ["reshard=2", "2 ranks", "reshard=all"]),
+        ("dp=8 full_shard reshard=some", ["reshard=some", "default, all", "2, 4"]),
+        ("dp=8 shard_grad_op reshard=all", ["shard_grad_op keeps", "full_shard reshard=all"]),
+        ("dp=8 full_shard wrap=4", ["wrap=4", "3 blocks", "wrap=3"]),
+        ("dp=8 full_shard prefetch=4", ["prefetch=4", "3 blocks", "prefetch=3"]),
+        ("dp=8 wrap=2", ["wrap=2", "fsdp"]),
+    ],
+)
+def test_words_that_cannot_work_are_refused_with_what_works(layout: str, said: list[str]) -> None:
+    with pytest.raises(Refused) as caught:
+        priced(layout)
+    for part in said:
+        assert part in str(caught.value)
+
+
+def test_what_is_gathered_ahead_is_alive_ahead() -> None:
+    """Each unit that waits in forward adds its buffer; dropping the root takes it from the loss."""
+    model = tiny_model(layers=8)
+
+    def alive(layout: str, phase: str) -> int:
+        of = [r for r in priced(f"dp=2 {layout}", model).ledger.memory if r.object == "gathered parameters"]
+        return sum(r.bytes for r in of if r.phase == phase)
+
+    block = 4 * model.spans[1].elements
+    ahead = {n: alive(f"full_shard prefetch={n}", "forward") // block for n in (1, 2, 4)}
+    assert ahead[2] > ahead[1] and ahead[4] == ahead[2] + 2
+    assert alive("full_shard reshard=all", "backward") >= alive("full_shard", "backward")
