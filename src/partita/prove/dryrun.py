@@ -8,12 +8,15 @@ the code that trains.  Every rank has a process of its own: torch's caches would
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import multiprocessing
+import os
+import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from partita.facts.case import Case
@@ -27,6 +30,7 @@ from partita.prove.witness import STEADY, Witness
 
 STEPS = STEADY + 1
 PARALLEL = 2
+PRELOAD = "partita.prove.preload"
 
 
 class DryRunFailed(RunFailed):
@@ -48,7 +52,7 @@ def dry_runs(
     wanted = list(ranks)
     check(model, layout, work, wanted, world)
     waiting = list(wanted)
-    running: list[subprocess.Popen[str]] = []
+    running: list[_Running] = []
     try:
         while waiting or running:
             while waiting and len(running) < PARALLEL:
@@ -56,8 +60,7 @@ def dry_runs(
             yield _finish(running.pop(0))
     finally:
         for process in running:
-            process.kill()
-            process.communicate()
+            process.end()
 
 
 def dry_ranks(accounted: Account) -> list[int]:
@@ -81,27 +84,50 @@ def check(model: Model, layout: Layout, work: Training, ranks: Iterable[int], wo
     account(model, layout, work)
 
 
-def _start(job: dict[str, Any]) -> subprocess.Popen[str]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "partita.prove.dryrun"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin
-    process.stdin.write(json.dumps(job))
-    process.stdin.close()
-    process.stdin = None
-    return process
+@dataclass
+class _Running:
+    """A process that runs dry, the end of the pipe on which its witness comes, and the file that takes its errors."""
+
+    process: Any
+    answer: Connection
+    log: Path
+
+    def end(self) -> str:
+        """End it, and return what it said on its standard error."""
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.answer.close()
+        said = self.log.read_text(errors="replace")
+        self.log.unlink()
+        return said.strip()
 
 
-def _finish(process: subprocess.Popen[str]) -> Witness:
-    out, said = process.communicate()
-    if process.returncode:
-        last = (said.strip().splitlines() or ["it said nothing"])[-1]
-        raise DryRunFailed(f"a dry run ended with exit code {process.returncode}: {last}", said.strip())
-    return Witness.from_json(json.loads(out.splitlines()[-1]))
+def _start(job: dict[str, Any]) -> _Running:
+    """A fork of a server that has imported torch and has done nothing else with it: a dry run costs no import."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOAD])
+    here, there = context.Pipe(duplex=False)
+    handle, log = tempfile.mkstemp(prefix="partita-dry-")
+    os.close(handle)
+    process = context.Process(target=_child, args=(job, there, log), daemon=True)
+    process.start()
+    there.close()
+    return _Running(process, here, Path(log))
+
+
+def _finish(running: _Running) -> Witness:
+    try:
+        answer = running.answer.recv_bytes()
+    except EOFError:
+        answer = None
+    if answer is not None:
+        running.process.join()
+    said = running.end()
+    if answer is None:
+        last = (said.splitlines() or ["it said nothing"])[-1]
+        raise DryRunFailed(f"a dry run ended with exit code {running.process.exitcode}: {last}", said)
+    return Witness.from_json(json.loads(answer))
 
 
 # Inside the process
@@ -227,12 +253,9 @@ def _meshes_stay_real() -> Iterator[None]:
         mesh._compute_coordinates_from_mesh = staticmethod(original)
 
 
-def main() -> None:
-    """A job as JSON on stdin, its witness as the last line on stdout."""
-    job = json.load(sys.stdin)
+def _child(job: dict[str, Any], answer: Connection, log: str) -> None:
+    """Run the job; the witness goes back as JSON, and what is written to standard error to the log."""
+    with open(log, "a") as errors:
+        os.dup2(errors.fileno(), 2)
     model, layout, work = unpack(job)
-    print(json.dumps(run(model, layout, work, job["rank"], job["steps"]).json()))
-
-
-if __name__ == "__main__":
-    main()
+    answer.send_bytes(json.dumps(run(model, layout, work, job["rank"], job["steps"]).json()).encode())
