@@ -191,12 +191,12 @@ class Part:
 class Moment:
     """A point of a step: ``start``, ``forward`` or ``backward`` of a unit, ``loss``, ``step`` (the optimizer), ``end``.
 
-    ``offset`` moves it by whole units, in the order in which they run: ``Moment("forward", -1)`` is the forward of
-    the unit before.
+    ``offset`` moves it by units, in the order in which they run: ``Moment("forward", -1)`` is the forward of the unit
+    before, ``Moment("forward", -0.5)`` what comes between the two.
     """
 
     kind: str
-    offset: int = 0
+    offset: float = 0
 
 
 START, LOSS, STEP, END = (Moment(kind) for kind in ("start", "loss", "step", "end"))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf
+from math import ceil, floor, inf
 
 from partita.facts.case import Alive, Case, Moment
 from partita.facts.ledger import Ledger, Memory
@@ -43,12 +43,14 @@ class Line:
         """Moments at which the sum may be largest: both ends of every run in both directions, the loss, the optimizer,
         and where an item begins that is moved by more than one unit."""
         moments = {m for item in items for m in (item.begin, item.end)}
-        far = {abs(m.offset) for m in moments if m.kind in ("forward", "backward") and abs(m.offset) > 1}
+        moved = {m.offset for m in moments if m.kind in ("forward", "backward")}
+        far = {int(abs(o)) for o in moved if abs(o) > 1}
+        between = [0.0, -0.5] if any(o % 1 for o in moved) else [0.0]
         out = {float(self.total), 2.0 * self.total + 1}
         for _, at, count in self.units:
             ends = {0, 1, *far} if count > 1 else {0}
             places = {at + j for e in ends for j in (e, count - 1 - e) if 0 <= j < count}
-            out |= {float(p) for p in places} | {2.0 * self.total - p for p in places}
+            out |= {p + b for p in places for b in between} | {2.0 * self.total - p for p in places}
         inner = {self.fixed(item.begin) for item in items if item.begin.kind == "loss"}
         return out | {m for m in inner if 0 <= m <= 2 * self.total}
 
@@ -59,7 +61,7 @@ class Line:
         """What happens at a moment."""
         if now == self.total or now > 2 * self.total:
             return "the loss" if now == self.total else "the optimizer's step"
-        index = int(now if now < self.total else 2 * self.total - now)
+        index = ceil(now) if now < self.total else int(2 * self.total - now)
         name, at, count = next(u for u in self.units if u[1] <= index < u[1] + u[2])
         block = name if count == 1 else f"blocks.{int(name.partition('.')[2].partition('..')[0]) + index - at}"
         return f"{self.phase(now)} of {block}"
@@ -87,7 +89,7 @@ class Line:
                 lo, hi = (max(lo, edge), hi) if sign > 0 else (lo, min(hi, edge))
             elif sign * (now - self.fixed(moment)) < 0:
                 return 0
-        return max(0, int(hi) - int(lo) + 1) if hi >= lo else 0
+        return max(0, floor(hi) - ceil(lo) + 1) if hi >= lo else 0
 
 
 @dataclass(frozen=True)

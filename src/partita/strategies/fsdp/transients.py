@@ -62,8 +62,8 @@ def places(case: Case, group: Wrapped) -> Iterator[Place]:
         yield Place("", Moment("loss", first), Moment("loss", last), Moment("loss", -last), Moment("loss", -first))
 
 
-def moved(moment: Moment, by: int) -> Moment:
-    """Some moments later."""
+def moved(moment: Moment, by: float) -> Moment:
+    """Some units later; half a one: between them."""
     return replace(moment, offset=moment.offset + by)
 
 
@@ -107,14 +107,15 @@ def _passing(case: Case, unit: Wrapped, at: Place) -> Iterator[Alive]:
     p, several, depth = case.precision, case.micro_batches > 1, case.layout.prefetch * unit.blocks
     gathered, reduced = _sizes(case, unit)
     if not keeps(case):
-        yield _gathered(at.unit, at.forward, at.forward_end, case, gathered, "the unit in use")
+        yield _gathered(at.unit, moved(at.forward, -0.5), at.forward_end, case, gathered, "the unit in use")
         if unit.backward_gathers:
             why = "the unit in use, and those gathered ahead"
             yield _gathered(at.unit, moved(at.backward, -depth), at.backward_end, case, gathered, why)
     if not (keeps(case) and several):
         why = "the flat buffer in which parameters arrive, kept until the next unit's has come"
-        begin = moved(at.forward, -depth) if case.layout.prefetch > 1 else at.forward
-        yield _gathered(at.unit, begin, at.forward_end, case, gathered, why)
+        begin = moved(at.forward, -depth if case.layout.prefetch > 1 else -0.5)
+        # While micro-batches accumulate it was seen to last until the next unit is copied out of its own (torch 2.13).
+        yield _gathered(at.unit, begin, moved(at.forward_end, 0.5 * several), case, gathered, why)
     if not reduced:
         return
     made = reduced // p.bytes("reduction") * p.bytes("gathered")
