@@ -164,3 +164,23 @@ def overlapped(rank: int, world: int) -> bool:
 
 def test_the_host_works_while_the_device_goes_on() -> None:
     assert overlapped(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "frozen"),
+    [
+        ("full_shard shard=4 reshard=2 wrap=2", 8, ()),
+        ("full_shard offload=parameters prefetch=2", 4, ("embed.*", "blocks.0.*")),
+        ("zero1 offload=optimizer_delayed delay_after=1", 4, ("blocks.1.*",)),
+    ],
+)
+def test_a_dry_run_has_the_same_rows(layout: str, world: int, frozen: tuple[str, ...]) -> None:
+    """On fake tensors, where nothing has a value: hybrid shards with neighbours, and the host's own count of steps."""
+    from partita.plan.account import account
+    from partita.prove.dryrun import dry_ranks, dry_runs
+    from partita.prove.reconcile import reconcile
+
+    given = proof(layout, world, ZOO["tied"], each=1, frozen=frozen)
+    found = account(given.model, given.layout, given.work)
+    rehearsed = list(dry_runs(given.model, given.layout, given.work, dry_ranks(found), world))
+    assert reconcile(found.case, found.ledger, rehearsed, []).clashes == ()

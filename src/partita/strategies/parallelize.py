@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from partita.facts.case import Case
+from partita.facts.frozen import is_frozen
 from partita.strategies.groups import Groups
 from partita.strategies.order import appliers
 
@@ -103,7 +104,10 @@ def parallelize(
     materialise: Callable[[], None] = lambda: None,
     device: str | torch.device = "cpu",
 ) -> Step:
-    """The step of ``case``: every room's second door, in order."""
+    """The step of ``case``: every room's second door, in order; what is frozen gets no gradient from the start."""
+    for name, p in module.named_parameters():
+        if is_frozen(name, case.work.frozen):
+            p.requires_grad_(False)
     step = Step(module, calls, materialise=materialise, device=torch.device(device))
     for _, room in appliers(case.layout):
         room.apply(step, groups, case)

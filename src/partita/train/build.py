@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from partita.facts.case import Case
-from partita.facts.frozen import is_frozen
 from partita.facts.model import Model
 from partita.model.decoder import Calls, Decoder, plain
 from partita.strategies.groups import Groups
@@ -25,17 +24,9 @@ def build(case: Case, groups: Groups | None, values: Values, device: str | torch
     """
     with torch.device("meta"):
         module = Decoder(case.model).to(getattr(torch, case.precision.weights))
-    freeze(module, case.work.frozen)
     where = "cpu" if case.tier("parameters") == "host" else device
     once = Once(module, values, where)
     return parallelize(module, calls_of(case.model), groups, case, once, device)
-
-
-def freeze(module: nn.Module, patterns: Sequence[str]) -> None:
-    """Parameters whose names match get no gradient."""
-    for name, p in module.named_parameters():
-        if is_frozen(name, patterns):
-            p.requires_grad_(False)
 
 
 def calls_of(model: Model) -> Callable[[Batch], Calls]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,21 +19,24 @@ class Host:
 
     ``after``: the number of steps before the update is delayed by one (None: never).  Delayed, ``step`` gives the
     device what the host made of the last step's gradients and leaves this step's with the host, which works on them
-    while the device goes on.  ``steps`` counts steps, and ``owed`` says whether an update has not reached the device:
-    tensors, so that they are saved with the rest of the state.
+    while the device goes on.  ``numbers`` are the steps done, and whether an update has not reached the device yet:
+    outside torch, so that they have values in a dry run too.
     """
 
     def __init__(self, after: int | None, pin: bool) -> None:
         self.after, self.pin = after, pin
-        self.steps = torch.zeros((), dtype=torch.int64)
-        self.owed = torch.zeros((), dtype=torch.bool)
+        self.numbers = np.zeros(2, dtype=np.int64)
         self.buffers: dict[nn.Parameter, Tensor] = {}
         self.worker: ThreadPoolExecutor | None = None
         self.working: Future[None] | None = None
 
     def state(self) -> dict[str, Tensor]:
         """What a run goes on from, beside masters and optimizer state; loaded in place."""
-        return {"steps": self.steps, "owed": self.owed}
+        return {"numbers": torch.from_numpy(self.numbers)}
+
+    @property
+    def owed(self) -> bool:
+        return bool(self.numbers[1])
 
     def copy(self, p: nn.Parameter, dtype: torch.dtype) -> Tensor:
         """A master copy of a parameter, which also gets its buffer."""
@@ -45,14 +49,14 @@ class Host:
         if self.owed:
             self.give(runs)
         present = self.take(runs)
-        if self.after is not None and self.steps >= self.after:
+        if self.after is not None and self.numbers[0] >= self.after:
             self.worker = self.worker or ThreadPoolExecutor(1, "host optimizer")
             self.working = self.worker.submit(self.update, runs, inner, present)
-            self.owed.fill_(True)
+            self.numbers[1] = 1
         else:
             self.update(runs, inner, present)
             self.give(runs)
-        self.steps += 1
+        self.numbers[0] += 1
 
     def take(self, runs: Iterable[Run]) -> set[nn.Parameter]:
         """Gradients from the device into the buffers; returns the parameters that have one."""
@@ -78,7 +82,7 @@ class Host:
         for p, master in (pair for run in runs for pair in run):
             self.buffers[p].copy_(master)
             p.copy_(self.buffers[p])
-        self.owed.fill_(False)
+        self.numbers[1] = 0
 
     def wait(self) -> None:
         """Until the host's work is done; raises what it raised.  Parameters on the device stay as they are."""
