@@ -118,3 +118,12 @@ def test_storages_are_told_apart_without_data() -> None:
     assert private.storage_key(a) != private.storage_key(b)
     assert private.storage_key(a) == private.storage_key(a[1:])
     assert private.bytes_of([a, b[1:]]) == 28
+
+
+def test_which_tensors_have_no_data() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode() as mode:
+        made = torch.empty(3)
+    assert private.is_fake(made) and private.is_fake(mode.from_tensor(torch.ones(2)))
+    assert not private.is_fake(torch.ones(2))

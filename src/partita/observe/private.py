@@ -141,6 +141,13 @@ def takes_over(kind: type) -> bool:
     return own and not issubclass(kind, (FakeTensor, FunctionalTensor))
 
 
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data (a dry run); one fake mode serves one thread at a time."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Identity of a tensor's untyped storage. The data pointer would be 0 for every fake tensor."""
     return tensor.untyped_storage()._cdata

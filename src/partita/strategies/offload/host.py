@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from partita.observe.private import is_fake
+
 Run = Sequence[tuple[nn.Parameter, nn.Parameter]]
 """Parameters on the device with their masters on the host, few enough to be updated together."""
 
@@ -49,14 +51,21 @@ class Host:
         if self.owed:
             self.give(runs)
         present = self.take(runs)
-        if self.after is not None and self.numbers[0] >= self.after:
-            self.worker = self.worker or ThreadPoolExecutor(1, "host optimizer")
-            self.working = self.worker.submit(self.update, runs, inner, present)
-            self.numbers[1] = 1
-        else:
+        if self.after is None or self.numbers[0] < self.after:
             self.update(runs, inner, present)
             self.give(runs)
+        else:
+            self.numbers[1] = 1
+            self.launch(runs, inner, present)
         self.numbers[0] += 1
+
+    def launch(self, runs: Sequence[Run], inner: Any, present: set[nn.Parameter]) -> None:
+        """Let the host work on its own; on tensors without data there is nothing to overlap."""
+        if any(is_fake(buffer) for buffer in self.buffers.values()):
+            self.update(runs, inner, present)
+            return
+        self.worker = self.worker or ThreadPoolExecutor(1, "host optimizer")
+        self.working = self.worker.submit(self.update, runs, inner, present)
 
     def take(self, runs: Iterable[Run]) -> set[nn.Parameter]:
         """Gradients from the device into the buffers; returns the parameters that have one."""
