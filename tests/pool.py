@@ -21,6 +21,7 @@ import atexit
 import contextlib
 import os
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LARGEST = 8
 START_LIMIT_S = 180.0  # a cold import of torch by eight processes on two cores
 JOB_LIMIT_S = 120.0
+ECHO = re.compile(r"gloo/transport|[Cc]onnection (was )?(closed|reset)|remote worker crashing")  # said of a lost peer
 GRACE_S = 3.0  # how long the peers of a failed rank may take to say what they saw, or to leave their group
 
 
@@ -168,6 +170,8 @@ class Pool:
             workers[rank].end()
         silent = sorted(rank for rank in busy.values() if rank not in results and rank not in tracebacks)
         if tracebacks:
+            # A rank that only lost a peer may be heard first; the cause comes before its echoes all the same.
+            tracebacks = dict(sorted(tracebacks.items(), key=lambda item: bool(ECHO.search(item[1]))))
             first = next(iter(tracebacks))
             waiting = f"; ranks {silent} were still waiting and were ended" if silent else ""
             raise RanksFailed(f"{what} failed on rank {first} of {len(workers)}{waiting}.", tracebacks)

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from partita.strategies.groups import Groups
     from partita.strategies.parallelize import Step
 
+SETTLE_ROUNDS = 8
 SETTLE_S = 0.1
 
 Issued = tuple[str, tuple[str, ...], str, int, tuple[int, ...], int | None]
@@ -74,15 +75,23 @@ class Clock:
 
 
 class Settle:
-    """A watch of ``train_step`` that waits a moment before a phase.
+    """A watch of ``train_step`` that lets gloo finish before a phase.
 
-    Gloo's own thread lets go of a collective's tensors a little after it has said that it is done: without the wait,
-    the root unit's gradients are sometimes still there when the optimizer steps.
+    Gloo's own threads let go of a collective's tensors a little after they have said that it is done: without the wait,
+    the root unit's gradients are sometimes still there when the optimizer steps.  A thread that takes up another
+    collective has let go of the one before, so a few small ones are sent round, and a moment is waited.
     """
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        if name == "step":
+        import torch
+        import torch.distributed as dist
+
+        if name == "step" and dist.is_initialized():
+            for _ in range(SETTLE_ROUNDS):
+                small = [dist.all_reduce(torch.zeros(1), async_op=True) for _ in range(SETTLE_ROUNDS)]
+                for work in small:
+                    work.wait()
             time.sleep(SETTLE_S)
         yield
 
@@ -226,7 +235,7 @@ class _Run:
         batches = self.batches(self.proof.steps)
         gc.collect()  # what earlier steps left in reference cycles is no part of this one
         with self.tracked:
-            train_step(self.step, batches, self.case, self.groups, [self.tracked, Settle()])
+            train_step(self.step, batches, self.case, self.groups, [Settle(), self.tracked])
         self.step.optimizer.zero_grad()
         return self.tracked.peaks(0)
 
