@@ -2,7 +2,7 @@
 #
 #   make demo       the ledger of a 70B model on 64 H100, then three layouts proven on a real model on this machine
 #   make test       lint, types and tests
-#   make prove-all  every combination of strategies on tiny models; resumable, writes docs/proofs.md
+#   make prove-all  every combination of strategies on tiny models; resumable, writes docs/prove-all.md
 #   make lint       only lint and types
 #   make clean      removes .venv, caches and build outputs
 #
