@@ -30,6 +30,9 @@ class Watch(Protocol):
     def phase(self, name: str) -> AbstractContextManager[object]: ...
 
 
+ROW = 1024
+"""Elements whose squares are added in the gradients' own width before they are added in float64."""
+
 Mark = Callable[[str], AbstractContextManager[object]]
 
 
@@ -147,7 +150,7 @@ def squared_norm(step: Step, case: Case, groups: Groups | None) -> Tensor:
     for o in step.pieces():
         if o.tensor.grad is not None:
             key = norm_axes(case, case.by_name[o.name])
-            sums[key] = sums[key] + torch.linalg.vector_norm(local(o.tensor.grad), dtype=dtype).square().to(device)
+            sums[key] = sums[key] + squares(local(o.tensor.grad), dtype).to(device)
     for axis in case.mesh.names:
         here = [k for k in sums if axis in k]
         if not here or groups is None:
@@ -162,6 +165,19 @@ def squared_norm(step: Step, case: Case, groups: Groups | None) -> Tensor:
         for k, total in zip(keys, stacked, strict=True):
             sums[k] = sums[k] + total if k in sums else total
     return torch.stack(list(sums.values())).sum()
+
+
+def squares(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Sum of squares of all elements, [] of ``dtype``.
+
+    In rows whose sums are added in float64: torch adds a whole tensor's squares one after another, and 28 million of
+    them in float32 (the embedding of a 135M model) are off by 3e-3.  It makes no copy and costs the same.
+    """
+    flat = t.reshape(-1)
+    whole = flat.numel() // ROW * ROW
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=dtype)
+    rest = torch.linalg.vector_norm(flat[whole:], dtype=dtype)
+    return (rows.square().sum(dtype=torch.float64) + rest.square()).to(dtype)
 
 
 @torch.no_grad()
