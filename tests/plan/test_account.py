@@ -8,13 +8,15 @@ import time
 
 import pytest
 
-from partita.facts.errors import Refused
+from partita.facts.errors import BadInput, Refused
 from partita.facts.layout import Layout
 from partita.facts.ledger import MEMORY_PHASES, TRAFFIC_PHASES
 from partita.facts.model import Model, counted
 from partita.facts.precision import PRESETS
 from partita.facts.work import Training
 from partita.plan.account import Account, account
+from partita.plan.fit import refuse_machine
+from partita.plan.peak import peaks
 from tests import seed
 from tests.tiny import ZOO, tiny_model
 
@@ -164,3 +166,12 @@ def test_rows_do_not_grow_with_layers_or_ranks(state: str) -> None:
     few, many = (priced(wide(layers), f"dp={dp} {state}").ledger for layers, dp in ((8, 8), (126, 16384)))
     assert len(many.memory) <= 1.5 * len(few.memory) + 12
     assert len(many.traffic) <= len(few.traffic) + 2
+
+
+def test_one_machine_must_hold_all_of_its_ranks() -> None:
+    """A CPU's ranks share its memory: the peak of one, times their number, against what there is."""
+    found = account(tiny_model(), Layout.parse("full_shard", 4), Training(4, 8))
+    most = max(p.bytes for c in found.ledger.corners() for p in peaks(found.ledger, c))
+    refuse_machine(found, 4, 4 * most)
+    with pytest.raises(BadInput, match=r"needs .* GB at its peak on 4 ranks of one machine"):
+        refuse_machine(found, 4, 4 * most - 1)

@@ -98,6 +98,20 @@ def refuse_host(account: Account, ranks: int, have_bytes: int) -> None:
         )
 
 
+def refuse_machine(account: Account, ranks: int, have_bytes: int) -> None:
+    """Raise BadInput where ``ranks``, whose devices are the cores of one machine, together need more than it has."""
+    ledger = account.ledger
+    highest = max((p.bytes for c in ledger.corners() for p in peaks(ledger, c)), default=0)
+    need = ranks * (highest + host_bytes(account))
+    if need > have_bytes:
+        where = f"{ranks} ranks of one machine" if ranks > 1 else "one device"
+        raise BadInput(
+            f"{account.case.model.name} under '{account.case.layout}' needs {need / 1e9:.1f} GB at its peak on {where},"
+            f" and there are {have_bytes / 1e9:.1f} GB; a smaller model or a shorter sequence fits, and partita dryrun"
+            " needs no memory"
+        )
+
+
 def allowances(account: Account, cluster: Cluster, peak_bytes: int) -> Iterator[Memory]:
     """What the runtime keeps on a device beside the model's tensors."""
     if account.case.kernels != "cuda":

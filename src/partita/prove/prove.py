@@ -16,6 +16,7 @@ from typing import Any
 from partita.facts.errors import BadInput
 from partita.facts.layout import Layout
 from partita.plan.account import Account, account
+from partita.plan.fit import refuse_machine
 from partita.plan.laws import Finding
 from partita.prove import laws
 from partita.prove.compare import Difference, limits, relative, worst
@@ -23,9 +24,9 @@ from partita.prove.dryrun import dry_ranks, dry_runs
 from partita.prove.proof import Proof
 from partita.prove.ranks import Seen, on_rank
 from partita.prove.reconcile import Table, reconcile
-from partita.prove.reference import Reference, one_device
+from partita.prove.reference import Reference, micro_batch, one_device
 from partita.prove.witness import STEADY, Witness
-from partita.train.launch import cores, inside_torchrun, launch
+from partita.train.launch import cores, inside_torchrun, launch, memory_of_this_machine
 
 Busy = Callable[[str], AbstractContextManager[Any]]
 """Shows that something runs, for as long as the context lasts."""
@@ -142,8 +143,11 @@ def check(proof: Proof) -> None:
         raise BadInput("prove starts its own ranks and cannot run inside torchrun; run it by itself with --ranks N")
     if proof.steps <= STEADY:
         raise BadInput(f"{proof.steps} steps have no steady one, which is the third; {STEADY + 1} or more work")
-    account(proof.model, proof.layout, proof.work)
+    accounted = account(proof.model, proof.layout, proof.work)
     refuse(proof.model)
+    have = memory_of_this_machine()
+    refuse_machine(account(proof.model, Layout(mb=micro_batch(proof.work)), proof.work), 1, have)
+    refuse_machine(accounted, proof.layout.world, have)
     proof.source.open(proof.model, proof.work.sequence)
 
 

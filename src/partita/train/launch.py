@@ -126,6 +126,11 @@ def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def memory_of_this_machine() -> int:
+    """Bytes of main memory."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def oversubscribed(ranks: int, threads: int) -> str | None:
     """A sentence where ranks x threads is more than the cores; None where it is not."""
     if ranks * threads <= cores():

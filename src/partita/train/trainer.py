@@ -19,10 +19,10 @@ from partita.facts.case import Case
 from partita.facts.errors import BadInput
 from partita.facts.precision import PRESETS
 from partita.plan.account import account
-from partita.plan.fit import refuse_host
+from partita.plan.fit import refuse_host, refuse_machine
 from partita.train import inputs
 from partita.train.data import Batch, held_out_batches, micro_batches, preview, row_groups
-from partita.train.launch import inside_torchrun, launch, oversubscribed
+from partita.train.launch import inside_torchrun, launch, memory_of_this_machine, oversubscribed
 from partita.train.metrics import Metrics
 from partita.train.mfu import Utilisation
 from partita.train.options import Options
@@ -80,11 +80,6 @@ def check(options: Options) -> None:
     export = options.saving.export
     if export and Path(export).exists() and (not Path(export).is_dir() or any(Path(export).iterdir())):
         raise BadInput(f"{export} exists and is not empty; --export needs a folder that does not exist yet")
-
-
-def memory_of_this_machine() -> int:
-    """Bytes of main memory."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass
@@ -166,7 +161,10 @@ def start(options: Options, me: Rank, device: torch.device) -> Run:
     out = Path(options.out)
     if not options.saving.resume and checkpoint.complete(out):
         raise BadInput(f"{out} holds the checkpoints of a run; --resume goes on with it, and another --out starts anew")
-    case = account(options.model, options.layout, options.work, "cuda" if device.type == "cuda" else "cpu").case
+    accounted = account(options.model, options.layout, options.work, "cuda" if device.type == "cuda" else "cpu")
+    if device.type == "cpu":
+        refuse_machine(accounted, int(os.environ.get("LOCAL_WORLD_SIZE", options.ranks)), memory_of_this_machine())
+    case = accounted.case
     groups = Groups(case.mesh, device.type) if me.world > 1 else None
     values, samples = prepared(options, me)
     step = build(case, groups, values, device)
