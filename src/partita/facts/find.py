@@ -17,7 +17,7 @@ from partita.facts.families import model_from_config
 from partita.facts.known import entry, near
 from partita.facts.model import Model, UnknownModel, counted
 
-_COUNT = re.compile(r"(\d[\d_,]*(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
+_COUNT = re.compile(r"(\d{1,3}(?:,\d{3})+(?:\.\d+)?|\d[\d_]*(?:\.\d+)?)([kmbt]?)", re.IGNORECASE)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _SCALE = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "t": 10**12}
 _WEIGHTS = (
